@@ -29,6 +29,7 @@ from agl_core.records import (
     RolloutSpec,
     Status,
 )
+from agl_core.settings import ServerSettings
 
 # --- store ---------------------------------------------------------------------------------------
 
@@ -81,6 +82,8 @@ class Change:
     kind: Literal["rollout", "gateway"]
     rollout_id: str | None = None
     group_id: str | None = None
+    is_end: bool = False
+    """The rollout became terminal or was deleted."""
 
 
 class Store(AbstractAsyncContextManager["Store"], Protocol):
@@ -401,9 +404,17 @@ class AsgiServer(Protocol):
     """Runs the application on sockets that are bound already."""
 
     async def serve(
-        self, app: AsgiApp, sockets: Sequence[socket.socket], closing: asyncio.Event
+        self,
+        app: AsgiApp,
+        sockets: Sequence[socket.socket],
+        settings: ServerSettings,
+        closing: asyncio.Event,
     ) -> None:
-        """Serve until ``closing`` is set; open requests are the application's business."""
+        """Serve until ``closing`` is set; open requests are the application's business.
+
+        The sockets listen already and are taken over: the server closes them. Only HTTP/1.1 is
+        spoken over TLS unless the settings say otherwise, and no time-out cuts a long answer.
+        """
         ...
 
 

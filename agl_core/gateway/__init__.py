@@ -1,0 +1,1 @@
+"""The request path: from an agent's call to a model server and back, captured on the way."""

@@ -1,0 +1,89 @@
+"""Taking out of an answer what the agent did not ask for, by patching raw JSON values."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+from attrs import frozen
+
+from agl_core.gateway.dialects.base import NULL, ParsedRequest, RawFields
+from agl_core.gateway.dialects.shapes import Chunk
+
+_fields_decoder = msgspec.json.Decoder(RawFields)
+_choices_decoder = msgspec.json.Decoder(list[RawFields] | None)
+
+
+@frozen(kw_only=True)
+class Hidden:
+    """What only we asked for, and the agent must therefore not see."""
+
+    token_ids: bool = False
+    logprobs: bool = False
+    usage: bool = False
+    # Chunks that carry tokens and nothing else. They stay where the agent asked for ids or logprobs
+    # itself.
+    empty_chunks: bool = False
+
+    @classmethod
+    def between(cls, request: ParsedRequest, adjusted: Mapping[str, Any]) -> Hidden:
+        """Return what ``adjusted`` adds to what the agent asked for."""
+        token_ids = not request.wants_token_ids and bool(adjusted.get("return_token_ids"))
+        asked = (adjusted.get("logprobs"), adjusted.get("top_logprobs"))
+        logprobs = not request.wants_logprobs and any(value is not None for value in asked)
+        return cls(
+            token_ids=token_ids,
+            logprobs=logprobs,
+            usage=not request.wants_usage and adjusted.get("stream_options") is not None,
+            empty_chunks=(token_ids or logprobs)
+            and not (request.wants_token_ids or request.wants_logprobs),
+        )
+
+    @property
+    def anything(self) -> bool:
+        """Whether anything has to be taken out."""
+        return self.token_ids or self.logprobs or self.usage
+
+    def is_in(self, chunk: Chunk) -> bool:
+        """Tell whether a chunk has anything that must be taken out."""
+        if self.usage and chunk.usage is not None:
+            return True
+        if self.token_ids and chunk.prompt_token_ids is not None:
+            return True
+        for choice in chunk.choices or ():
+            if self.logprobs and choice.logprobs is not None:
+                return True
+            if self.token_ids and (
+                choice.token_ids is not None or choice.prompt_token_ids is not None
+            ):
+                return True
+        return False
+
+
+def strip(data: bytes, hidden: Hidden, *, usage: bool) -> bytes:
+    """Null what is hidden, as vLLM has it unasked; ``usage``: take a chunk's usage out too."""
+    fields: dict[str, Any] = dict(_fields_decoder.decode(data))
+    if usage and hidden.usage:
+        fields.pop("usage", None)
+    if hidden.token_ids and "prompt_token_ids" in fields:
+        fields["prompt_token_ids"] = NULL
+    choices = _choices_decoder.decode(fields["choices"]) if "choices" in fields else None
+    for choice in choices or ():
+        if hidden.token_ids:
+            if "token_ids" in choice:
+                choice["token_ids"] = NULL
+            if "prompt_token_ids" in choice:
+                choice["prompt_token_ids"] = NULL
+        if hidden.logprobs and "logprobs" in choice:
+            choice["logprobs"] = NULL
+    if choices:
+        fields["choices"] = choices
+    return msgspec.json.encode(fields)
+
+
+def with_field(data: bytes, name: str, value: Any) -> bytes:
+    """Return a JSON object with one more field at its end."""
+    fields = _fields_decoder.decode(data)
+    fields[name] = msgspec.Raw(msgspec.json.encode(value))
+    return msgspec.json.encode(fields)
