@@ -1,0 +1,153 @@
+"""Three ways to spread calls over servers.
+
+All of them choose among the healthy servers that the core offers, and among those only the ones
+that the call has not failed on, as long as there is one. How much is in flight where is counted by
+the core alone and read from what it offers; nothing here counts calls, so nothing here can drift.
+Ties go to the server that stands first.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict
+from collections.abc import Sequence
+from typing import Literal, Protocol
+
+import attrs
+from attrs.validators import ge, in_
+
+from agl_core.interfaces import Candidate, Route, RouteRequest
+
+Balance = Literal["least_loaded_sticky", "round_robin", "least_inflight"]
+ServerKey = tuple[str, str]
+
+_BALANCES: tuple[Balance, ...] = ("least_loaded_sticky", "round_robin", "least_inflight")
+
+
+@attrs.frozen(kw_only=True)
+class VllmConfig:
+    """How calls are spread."""
+
+    balance: Balance = attrs.field(default="least_loaded_sticky", validator=in_(_BALANCES))
+    """``least_loaded_sticky`` keeps a rollout's calls on one server, where the prefix that they
+    share is cached; ``round_robin`` and ``least_inflight`` look at each call alone.
+    """
+    sticky_rollouts: int = attrs.field(default=100_000, validator=ge(1))
+    """Rollouts whose server is remembered; past it, the one that was silent longest is chosen for
+    anew. Only rollouts that run at the same time count.
+    """
+
+
+class _Strategy(Protocol):
+    def pick(self, request: RouteRequest, pool: Sequence[Candidate]) -> Candidate: ...
+
+    def forget(self, rollout_id: str) -> None: ...
+
+
+class VllmRouteResolver:
+    """Picks a server for each call, as ``balance`` says."""
+
+    def __init__(self, config: VllmConfig | None = None) -> None:
+        config = config or VllmConfig()
+        self._strategy: _Strategy
+        if config.balance == "round_robin":
+            self._strategy = _RoundRobin()
+        elif config.balance == "least_inflight":
+            self._strategy = _LeastInflight()
+        else:
+            self._strategy = _LeastLoadedSticky(config.sticky_rollouts)
+
+    async def resolve(self, request: RouteRequest, candidates: Sequence[Candidate]) -> Route | None:
+        untried = [c for c in candidates if c.server.key not in request.failed]
+        pool = untried or candidates
+        if not pool:
+            return None
+        return Route(server=self._strategy.pick(request, pool).server)
+
+    def forget(self, rollout_id: str) -> None:
+        self._strategy.forget(rollout_id)
+
+
+class _LeastInflight:
+    """The server with the fewest calls in flight."""
+
+    def pick(self, _request: RouteRequest, pool: Sequence[Candidate]) -> Candidate:
+        return min(pool, key=lambda candidate: candidate.inflight)
+
+    def forget(self, rollout_id: str) -> None:
+        pass
+
+
+class _RoundRobin:
+    """Per policy, the server whose last turn is longest ago.
+
+    A server that was away has one turn when it comes back, not all that it missed.
+    """
+
+    def __init__(self) -> None:
+        self._turn = 0
+        self._turns: dict[str, dict[ServerKey, int]] = {}
+
+    def pick(self, request: RouteRequest, pool: Sequence[Candidate]) -> Candidate:
+        turns = self._turns.setdefault(request.policy, {})
+        chosen = min(pool, key=lambda candidate: turns.get(candidate.server.key, 0))
+        self._turn += 1
+        # Taken out and put in, so that the dict's first keys are those of servers long gone.
+        turns.pop(chosen.server.key, None)
+        turns[chosen.server.key] = self._turn
+        while len(turns) > 2 * len(pool) + 64:
+            del turns[next(iter(turns))]
+        return chosen
+
+    def forget(self, rollout_id: str) -> None:
+        pass
+
+
+@attrs.frozen
+class _Assignment:
+    key: ServerKey
+    version: int
+
+
+class _LeastLoadedSticky:
+    """A rollout's first call goes to the least loaded server, and the others follow it.
+
+    The load of a server is the rollouts that are assigned to it, whether or not they are calling
+    just now, and what is in flight there. A rollout is assigned anew when its server is not in the
+    pool (unhealthy, or this call failed there), and when that server has got new weights: its
+    cache is empty then, so evening out costs nothing.
+    """
+
+    def __init__(self, max_rollouts: int) -> None:
+        self._max_rollouts = max_rollouts
+        self._assignments: OrderedDict[str, dict[str, _Assignment]] = OrderedDict()
+        """By rollout, the one heard of longest ago first, and by policy."""
+        self._assigned: Counter[ServerKey] = Counter()
+
+    def pick(self, request: RouteRequest, pool: Sequence[Candidate]) -> Candidate:
+        of_rollout = self._assignments.setdefault(request.rollout_id, {})
+        self._assignments.move_to_end(request.rollout_id)
+        present = of_rollout.get(request.policy)
+        if present is not None:
+            for candidate in pool:
+                server = candidate.server
+                if server.key == present.key and server.version == present.version:
+                    return candidate
+            self._release(present)
+        chosen = min(pool, key=self._load)
+        self._assigned[chosen.server.key] += 1
+        of_rollout[request.policy] = _Assignment(chosen.server.key, chosen.server.version)
+        while len(self._assignments) > self._max_rollouts:
+            self.forget(next(iter(self._assignments)))
+        return chosen
+
+    def forget(self, rollout_id: str) -> None:
+        for assignment in self._assignments.pop(rollout_id, {}).values():
+            self._release(assignment)
+
+    def _load(self, candidate: Candidate) -> int:
+        return self._assigned[candidate.server.key] + candidate.inflight
+
+    def _release(self, assignment: _Assignment) -> None:
+        self._assigned[assignment.key] -= 1
+        if not self._assigned[assignment.key]:
+            del self._assigned[assignment.key]
