@@ -1,0 +1,221 @@
+"""``agl serve`` and ``agl controller``: the two long-running processes."""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import logging
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+from typing import Any
+
+import click
+
+from agl_core.cli.options import config_option, config_path_of, log_level_option, set_up_logging
+
+log = logging.getLogger(__name__)
+
+_PR_SET_PDEATHSIG = 1
+_CONTROLLER_STOP_SECONDS = 20.0
+_RESTART_SECONDS = (0.5, 1.0, 2.0, 5.0, 10.0)
+
+
+@click.command()
+@config_option
+@click.option("--host", help="Overrides server.host.")
+@click.option("--port", type=int, help="Overrides server.port; 0 takes any that is free.")
+@click.option("--insecure", is_flag=True, help="Listen beyond loopback without keys.")
+@click.option("--with-runner", is_flag=True, help="Also run the controller, as a child process.")
+@log_level_option
+def serve(
+    config_path: str | None,
+    host: str | None,
+    port: int | None,
+    insecure: bool,
+    with_runner: bool,
+    log_level: str,
+) -> None:
+    """Run the service: gateway, store and API.
+
+    The line "listening on URL" on standard output says when it is ready. SIGTERM or Ctrl-C ends
+    it: calls get server.grace_seconds to finish. A second signal ends it at once.
+    """
+    from agl_core import app, running
+
+    set_up_logging(log_level)
+    path = config_path_of(config_path)
+    loaded = app.load(_raw(path, host, port, insecure))
+    service = app.create_app(loaded)
+    server = app.load_asgi_server(loaded)
+    sock = running.bind(loaded.settings)
+    url = running.url_of(sock, loaded.settings)
+    child = ControllerChild(path, url, loaded.settings, log_level) if with_runner else None
+
+    async def ready() -> None:
+        click.echo(f"listening on {url}")
+        if child is not None:
+            child.start()
+
+    async def before_drain() -> None:
+        if child is not None:
+            await child.stop()
+
+    _run(running.serve(service, server, sock, on_ready=ready, before_drain=before_drain))
+
+
+def _raw(path: Path | None, host: str | None, port: int | None, insecure: bool) -> Any:
+    from agl_core.config import read_config
+
+    environ = dict(os.environ)
+    if host is not None:
+        environ["AGL__SERVER__HOST"] = host
+    if port is not None:
+        environ["AGL__SERVER__PORT"] = str(port)
+    if insecure:
+        environ["AGL__SERVER__INSECURE"] = "true"
+    return read_config(path, environ)
+
+
+def _run(main: Coroutine[Any, Any, None]) -> None:
+    """Run on uvloop where it is installed."""
+    loop_factory: Callable[[], asyncio.AbstractEventLoop] | None
+    try:
+        import uvloop
+
+        loop_factory = uvloop.new_event_loop
+    except ImportError:
+        loop_factory = None
+    with asyncio.Runner(loop_factory=loop_factory) as runner:
+        runner.run(main)
+
+
+class ControllerChild:
+    """The controller as a child process that is started again when it dies.
+
+    It talks HTTP to the service like one on another machine would. It has a session of its own, so
+    that Ctrl-C reaches the service alone, which ends the controller first.
+    """
+
+    def __init__(self, path: Path | None, url: str, settings: Any, log_level: str) -> None:
+        self._command = [sys.executable, "-m", "agl_core.cli", "controller"]
+        self._command += ["--exit-with-parent", str(os.getpid()), "--log-level", log_level]
+        if path is not None:
+            self._command += ["--config", str(path)]
+        self._environ = {**os.environ, "AGL__CONTROLLER__URL": url}
+        auth, key = settings.auth, settings.controller.key
+        key = key or auth.controller_key or auth.algorithm_key
+        if key is not None:
+            self._environ["AGL__CONTROLLER__KEY"] = key.reveal()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._watch: asyncio.Task[None] | None = None
+        self._is_stopping = False
+
+    def start(self) -> None:
+        """Start the child and watch it."""
+        self._spawn()
+        self._watch = asyncio.create_task(self._keep_running())
+
+    def _spawn(self) -> None:
+        # From the main thread: the kernel's parent-death signal follows the thread that forked.
+        self._process = subprocess.Popen(
+            self._command, env=self._environ, stdin=subprocess.DEVNULL, start_new_session=True
+        )
+        log.info("controller started", extra={"pid": self._process.pid})
+
+    async def _keep_running(self) -> None:
+        from agl_core.clock import SystemClock
+
+        clock = SystemClock()
+        restarts = 0
+        while True:
+            assert self._process is not None
+            began = clock.monotonic()
+            status = await asyncio.to_thread(self._process.wait)
+            if self._is_stopping:
+                return
+            if clock.monotonic() - began > 60:
+                restarts = 0
+            wait = _RESTART_SECONDS[min(restarts, len(_RESTART_SECONDS) - 1)]
+            restarts += 1
+            log.error(
+                "controller ended, it is started again",
+                extra={"exit_status": status, "restart_in_seconds": wait},
+            )
+            await clock.sleep(wait)
+            self._spawn()
+
+    async def stop(self) -> None:
+        """End the child; it leaves agents running unless controller.stop_agents is set."""
+        self._is_stopping = True
+        process = self._process
+        if process is None:
+            return
+        if process.poll() is None:
+            process.terminate()
+            try:
+                await asyncio.to_thread(process.wait, _CONTROLLER_STOP_SECONDS)
+            except subprocess.TimeoutExpired:
+                log.error("controller did not end in time and is killed")
+                process.kill()
+        if self._watch is not None:
+            self._watch.cancel()
+            await asyncio.gather(self._watch, return_exceptions=True)
+
+
+@click.command()
+@config_option
+@click.option("--url", help="Overrides controller.url.")
+@click.option("--exit-with-parent", type=int, hidden=True)
+@log_level_option
+def controller(
+    config_path: str | None, url: str | None, exit_with_parent: int | None, log_level: str
+) -> None:
+    """Run the controller: it starts agents for queued rollouts and reports how they end."""
+    from agl_core import app
+    from agl_core.config import read_config
+
+    set_up_logging(log_level)
+    if exit_with_parent is not None:
+        _die_with(exit_with_parent)
+    environ = dict(os.environ)
+    if url is not None:
+        environ["AGL__CONTROLLER__URL"] = url
+    loaded = app.load(read_config(config_path_of(config_path), environ))
+    with asyncio.Runner() as runner:
+        runner.run(_control(loaded))
+
+
+async def _control(loaded: Any) -> None:
+    from agl_core.client import AsyncAglLiteClient
+    from agl_core.clock import SystemClock
+    from agl_core.controller import Controller
+
+    settings = loaded.settings.controller
+    clock = SystemClock()
+    runner = loaded.plugins.provide_runner(clock)
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, _on_signal, stop)
+    key = settings.key.reveal() if settings.key is not None else None
+    async with AsyncAglLiteClient(settings.url, key) as client, runner:
+        log.info("controller serves %s", settings.url)
+        await Controller(client, runner, settings, clock).run(stop)
+
+
+def _on_signal(stop: asyncio.Event) -> None:
+    if stop.is_set():
+        os._exit(130)
+    stop.set()
+
+
+def _die_with(parent: int) -> None:
+    """Ask the kernel for SIGTERM when the parent dies; end now if it has already."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
+    if os.getppid() != parent:
+        sys.exit("the parent has ended")

@@ -1,0 +1,458 @@
+"""One proxied call, from admission to its record.
+
+The order of things is the promise: the event is in the store before the last byte of the answer
+leaves, and an answer that cannot be recorded is not delivered as a success.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from typing import Literal
+
+from attrs import define, field
+
+from agl_core.clock import Clock
+from agl_core.errors import (
+    AglError,
+    NotFound,
+    Unavailable,
+    UpstreamError,
+    UpstreamTimeout,
+)
+from agl_core.gateway.capture import CallFacts, Recorder, as_event
+from agl_core.gateway.dialects import Answer, AnswerTee, Dialect
+from agl_core.gateway.forward import Connected, Forwarder, NoServer, Outbound
+from agl_core.gateway.gate import Gates
+from agl_core.gateway.incoming import Header, Incoming, Reply
+from agl_core.gateway.registry import Match, ModelNotFound, Registry
+from agl_core.gateway.replies import error_event, headers_to_agent, send_error
+from agl_core.gateway.upstream import UpstreamAnswer
+from agl_core.settings import GatewaySettings
+
+log = logging.getLogger(__name__)
+
+Killer = Literal["client_gone", "timeout", "paused", "cancelled", "shutdown"]
+
+HEARTBEAT = b": keep-alive\n\n"
+# After a stream's own end the connection gets this long to end as well, and be used again.
+_TRAILING_SECONDS = 0.5
+# An unknown answer up to this size is recorded, a larger one is only passed on.
+_RECORDED_BYTES = 8 * 2**20
+_STATUS_OF_KILL: dict[Killer, str] = {
+    "client_gone": "client_gone",
+    "timeout": "timeout",
+    "paused": "aborted",
+    "cancelled": "aborted",
+    "shutdown": "truncated",
+}
+
+
+class Aborted(Exception):
+    """The engine ended the call with ``abort``: to be run again, or to end as a retryable error."""
+
+
+@define(kw_only=True)
+class CallContext:
+    """What calls share."""
+
+    settings: GatewaySettings
+    clock: Clock
+    registry: Registry
+    gates: Gates
+    forwarder: Forwarder
+    recorder: Recorder
+
+
+@define(kw_only=True, eq=False)
+class Call:
+    """One call of an agent."""
+
+    context: CallContext
+    facts: CallFacts
+    dialect: Dialect
+    outbound: Callable[[Match], Outbound]
+    incoming: Incoming
+    reply: Reply
+    task: asyncio.Task[None] = field(factory=lambda: _current_task())
+    killed: Killer | None = None
+    policy: str | None = None
+    _is_sealed: bool = False
+    _tee: AnswerTee | None = None
+    _beat: asyncio.Task[None] | None = None
+    _last_write: float = 0.0
+
+    def kill(self, why: Killer) -> None:
+        """End the call now; does nothing once its record is being written."""
+        if self._is_sealed or self.killed is not None or self.task.done():
+            return
+        self.killed = why
+        self.task.cancel()
+
+    async def run(self) -> None:
+        """Serve the call, with whatever end it takes."""
+        while True:
+            self.killed = None
+            try:
+                await self._admit_and_serve()
+            except asyncio.CancelledError:
+                if self.killed is None:
+                    raise
+                self.task.uncancel()
+                if await self._end_killed(self.killed):
+                    continue
+            except Aborted:
+                if await self._end_aborted():
+                    continue
+            except UpstreamError as exc:
+                await self._end_upstream_error(exc)
+            except AglError as exc:
+                await self._refuse(exc)
+            return
+
+    async def _admit_and_serve(self) -> None:
+        match = await self._match()
+        context = self.context
+        self.policy = self.facts.policy = match.policy
+        self.facts.trained = match.is_trained
+        while True:
+            await context.gates.enter(
+                match.policy,
+                lambda: bool(context.registry.candidates(match, frozenset())),
+                context.settings.hold_seconds,
+            )
+            context.gates.begin(match.policy)
+            timer = self._start_timer(match.policy)
+            try:
+                connected = await context.forwarder.connect(self.outbound(match), self.facts)
+                try:
+                    await self._relay(connected)
+                finally:
+                    connected.close()
+                    context.registry.end(connected.state)
+                return
+            except NoServer:
+                continue
+            finally:
+                timer.cancel()
+                context.gates.end(match.policy)
+
+    async def _match(self) -> Match:
+        context = self.context
+        while True:
+            match = context.registry.match(self.facts.parsed.model)
+            if match is not None:
+                return match
+            await context.gates.enter(None, lambda: False, context.settings.hold_seconds)
+
+    def _start_timer(self, policy: str) -> _TotalTimer:
+        gates = self.context.gates
+        return _TotalTimer(
+            self.context.settings.total_seconds,
+            lambda: gates.paused_seconds(policy),
+            lambda: self.kill("timeout"),
+        )
+
+    # The answer
+
+    async def _relay(self, connected: Connected) -> None:
+        answer, facts = connected.answer, self.facts
+        facts.http_status = answer.status
+        content_type = next(
+            (v.decode("latin-1") for n, v in answer.headers if n == b"content-type"), ""
+        )
+        tee = self.dialect.open_answer(facts.parsed, facts.adjusted, answer.status, content_type)
+        self._tee = tee
+        headers = headers_to_agent(answer.headers)
+        if connected.is_final_failure:
+            # We tried again already; the SDK's own retries would only multiply ours.
+            headers.append((b"x-should-retry", b"false"))
+        if tee.is_stream:
+            await self._relay_stream(connected, tee, headers)
+        elif self.dialect.api == "other":
+            await self._relay_other(connected, tee, headers)
+        else:
+            body = await answer.read_all()
+            self._note_first_byte()
+            await self._deliver_whole(connected, tee, headers, body)
+
+    async def _deliver_whole(
+        self, connected: Connected, tee: AnswerTee, headers: list[Header], body: bytes
+    ) -> None:
+        shown = tee.whole(body)
+        if tee.aborted:
+            raise Aborted
+        status = "ok" if connected.answer.status < 400 else "upstream_error"
+        await self._record(tee.result(), status)
+        if self.facts.method == "HEAD":
+            headers += [h for h in connected.answer.headers if h[0] == b"content-length"]
+            await self.reply.begin(connected.answer.status, headers)
+            await self.reply.end()
+            return
+        await self.reply.whole(connected.answer.status, headers, shown)
+
+    async def _relay_other(
+        self, connected: Connected, tee: AnswerTee, headers: list[Header]
+    ) -> None:
+        """An unknown answer: recorded where it is small, else passed on piece by piece."""
+        parts: list[bytes] = []
+        size = 0
+        async for part in connected.answer.chunks():
+            self._note_first_byte()
+            parts.append(part)
+            size += len(part)
+            if size > _RECORDED_BYTES:
+                break
+        else:
+            await self._deliver_whole(connected, tee, headers, b"".join(parts))
+            return
+        await self.reply.begin(connected.answer.status, headers)
+        for part in parts:
+            await self.reply.write(part)
+        async for part in connected.answer.chunks():
+            await self.reply.write(part)
+        await self._record(tee.result(), "ok")
+        await self.reply.end()
+
+    async def _relay_stream(
+        self, connected: Connected, tee: AnswerTee, headers: list[Header]
+    ) -> None:
+        answer = connected.answer
+        heartbeat = self._start_heartbeat(connected, headers)
+        try:
+            while not tee.complete:
+                data = await answer.read()
+                if not data:
+                    break
+                out = tee.feed(data)
+                if self.facts.ttft_seconds is None and tee.first_token_seen:
+                    self._note_first_byte()
+                if tee.aborted:
+                    raise Aborted
+                if out:
+                    await self._write_stream(answer.status, headers, out)
+        finally:
+            heartbeat.cancel()
+        if self._beat is not None:
+            await self._beat
+        await _let_end(answer, tee)
+        rest = tee.finish()
+        if not tee.complete:
+            raise UpstreamError(
+                "the model server ended its stream before the answer was complete",
+                code="upstream_truncated",
+                details={"phase": "body", "source": "server"},
+            )
+        result = tee.result()
+        is_ok = answer.status < 400 and result.error is None
+        await self._record(result, "ok" if is_ok else "upstream_error")
+        if not self.reply.has_begun:
+            await self.reply.begin(answer.status, headers)
+        await self.reply.end(rest)
+
+    async def _write_stream(self, status: int, headers: list[Header], out: bytes) -> None:
+        if self._beat is not None:
+            await self._beat
+        if not self.reply.has_begun:
+            await self.reply.begin(status, headers)
+        self._last_write = asyncio.get_running_loop().time()
+        await self.reply.write(out)
+
+    def _note_first_byte(self) -> None:
+        if self.facts.ttft_seconds is None:
+            self.facts.ttft_seconds = self.context.clock.monotonic() - self.facts.began
+
+    # A quiet stream gets comments, so that nothing between us and the agent cuts it
+
+    def _start_heartbeat(self, connected: Connected, headers: list[Header]) -> _Heartbeat:
+        seconds = self.context.settings.heartbeat_seconds
+        self._last_write = asyncio.get_running_loop().time()
+        return _Heartbeat(
+            seconds,
+            lambda: self._last_write,
+            lambda: self._send_comment(connected.answer.status, headers),
+        )
+
+    def _send_comment(self, status: int, headers: list[Header]) -> None:
+        # Whole events alone are ever sent, so the agent is always between two of them. The relay
+        # waits for this task before it writes itself.
+        if self._beat is None or self._beat.done():
+            self._beat = asyncio.create_task(self._write_comment(status, headers))
+
+    async def _write_comment(self, status: int, headers: list[Header]) -> None:
+        if not self.reply.has_begun:
+            await self.reply.begin(status, headers)
+        self._last_write = asyncio.get_running_loop().time()
+        await self.reply.write(HEARTBEAT)
+
+    # Ends
+
+    async def _record(self, answer: Answer, status: str) -> None:
+        """Write the call's event. From here on the call can no longer be killed.
+
+        Raises:
+            StoreError: It could not be written, so the answer must not be delivered.
+        """
+        self._is_sealed = True
+        facts, context = self.facts, self.context
+        if facts.server is not None:
+            facts.version_end = context.registry.version_of(facts.server)
+        draft = as_event(facts, answer, status, context.clock.monotonic())
+        await context.recorder.record(facts.rollout_id, facts.attempt_id, draft)
+
+    async def _record_quietly(self, status: str, error: AglError | None = None) -> None:
+        """Write the event of a call that failed anyway; a failing store is logged."""
+        answer = self._tee.result() if self._tee is not None else Answer()
+        if error is not None:
+            self.facts.error = {"code": error.code, "message": error.message}
+        try:
+            await self._record(answer, status)
+        except NotFound:
+            log.info("a call of a deleted rollout ended", extra=self._ids())
+        except AglError:
+            log.exception("the record of a failed call is lost", extra=self._ids())
+
+    def _ids(self) -> dict[str, str]:
+        return {"rollout_id": self.facts.rollout_id, "call_id": self.facts.call_id}
+
+    async def _end_killed(self, why: Killer) -> bool:
+        """Returns whether the call is to be run again."""
+        await self._record_quietly(_STATUS_OF_KILL[why])
+        if why == "client_gone":
+            return False
+        if why == "paused" and not self.reply.has_begun:
+            self._begin_again()
+            return True
+        await self._fail(_KILL_ERRORS[why]())
+        return False
+
+    async def _end_aborted(self) -> bool:
+        """The engine aborted. Unseen by the agent, the call runs again after the pause."""
+        await self._record_quietly("aborted")
+        if not self.reply.has_begun and not self.incoming.is_gone:
+            self._begin_again()
+            # Without a pause of ours, a moment keeps a server that always aborts from spinning.
+            await self.context.clock.sleep(self.context.settings.retry_backoff_seconds)
+            return True
+        await self._fail(_KILL_ERRORS["paused"]())
+        return False
+
+    def _begin_again(self) -> None:
+        self._is_sealed = False
+        facts = self.facts
+        facts.http_status = facts.ttft_seconds = facts.version_start = facts.version_end = None
+        facts.server, facts.error = None, None
+        facts.retries += 1
+        self._tee = None
+
+    async def _end_upstream_error(self, exc: UpstreamError) -> None:
+        if isinstance(exc, UpstreamTimeout):
+            status = "timeout"
+        else:
+            status = "truncated" if exc.details.get("phase") == "body" else "upstream_error"
+        await self._record_quietly(status, exc)
+        await self._fail(exc, should_retry=False)
+
+    async def _refuse(self, exc: AglError) -> None:
+        """Answer with an error of ours; one that tells of a wrong model name is recorded too."""
+        if isinstance(exc, ModelNotFound):
+            self.facts.http_status = exc.status
+            await self._record_quietly("upstream_error", exc)
+        await self._fail(exc)
+
+    async def _fail(self, exc: AglError, *, should_retry: bool | None = None) -> None:
+        if self.incoming.is_gone:
+            return
+        if self.reply.has_begun:
+            # The stream ends in an error event and without its proper end, never politely.
+            if self._beat is not None:
+                await self._beat
+            await self.reply.write(error_event(exc, self.facts.path))
+            return
+        extra: list[Header] = []
+        if should_retry is False:
+            extra.append((b"x-should-retry", b"false"))
+        await send_error(self.reply, exc, self.facts.path, extra)
+
+
+_KILL_ERRORS: dict[Killer, Callable[[], AglError]] = {
+    "timeout": lambda: UpstreamTimeout(
+        "the call took longer than gateway.total_seconds", code="total_timeout"
+    ),
+    "paused": lambda: Unavailable(
+        "the call was aborted by a weight update", code="aborted", retry_after_seconds=1.0
+    ),
+    "cancelled": lambda: AglError("the rollout was cancelled", code="rollout_ended", status=403),
+    "shutdown": lambda: Unavailable("the service is shutting down", code="shutting_down"),
+}
+
+
+def _current_task() -> asyncio.Task[None]:
+    task = asyncio.current_task()
+    assert task is not None
+    return task
+
+
+async def _let_end(answer: UpstreamAnswer, tee: AnswerTee) -> None:
+    """Read the transport's end after the dialect's, so that the connection can be used again."""
+    try:
+        async with asyncio.timeout(_TRAILING_SECONDS):
+            while data := await answer.read():
+                tee.feed(data)
+    except (TimeoutError, UpstreamError):
+        pass  # the answer is whole, whatever becomes of its connection
+
+
+class _TotalTimer:
+    """Ends a call that takes too long; time in which its policy is paused does not count."""
+
+    def __init__(
+        self, seconds: float | None, paused: Callable[[], float], on_end: Callable[[], None]
+    ) -> None:
+        self._paused = paused
+        self._paused_before = paused()
+        self._on_end = on_end
+        self._handle = (
+            None if seconds is None else asyncio.get_running_loop().call_later(seconds, self._look)
+        )
+
+    def _look(self) -> None:
+        paused = self._paused()
+        grown = paused - self._paused_before
+        if grown > 0.001:
+            self._paused_before = paused
+            self._handle = asyncio.get_running_loop().call_later(grown, self._look)
+            return
+        self._on_end()
+
+    def cancel(self) -> None:
+        """The call has ended."""
+        if self._handle is not None:
+            self._handle.cancel()
+
+
+class _Heartbeat:
+    """Calls ``beat`` when nothing was written for a while; costs nothing per chunk."""
+
+    def __init__(
+        self, seconds: float | None, last_write: Callable[[], float], beat: Callable[[], None]
+    ) -> None:
+        self._seconds = seconds
+        self._last_write = last_write
+        self._beat = beat
+        self._loop = asyncio.get_running_loop()
+        self._handle = None if seconds is None else self._loop.call_later(seconds, self._look)
+
+    def _look(self) -> None:
+        assert self._seconds is not None
+        quiet = self._loop.time() - self._last_write()
+        if quiet + 0.001 >= self._seconds:
+            self._beat()
+            quiet = 0.0
+        self._handle = self._loop.call_later(self._seconds - quiet, self._look)
+
+    def cancel(self) -> None:
+        """The stream is over."""
+        if self._handle is not None:
+            self._handle.cancel()

@@ -1,0 +1,164 @@
+"""The raw ASGI application in front of Quart: it serves the proxied paths itself."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+from typing import Any
+
+from agl_core.errors import AglError, BadRequest
+from agl_core.gateway.admit import Admission, Admitted, as_agl_error
+from agl_core.gateway.call import Call, CallContext, Killer
+from agl_core.gateway.capture import CallFacts
+from agl_core.gateway.dialects import dialect_for
+from agl_core.gateway.forward import Outbound
+from agl_core.gateway.incoming import ClientGone, Header, Incoming, Receive, Reply, Send
+from agl_core.gateway.paths import ProxyPath, proxy_path
+from agl_core.gateway.registry import Match
+from agl_core.gateway.replies import send_error
+from agl_core.interfaces import AsgiApp
+
+log = logging.getLogger(__name__)
+
+
+class GatewayFront:
+    """Serves model calls and hands everything else to the application behind."""
+
+    def __init__(self, behind: AsgiApp, admission: Admission, context: CallContext) -> None:
+        self._behind = behind
+        self._admission = admission
+        self._context = context
+        self._calls: dict[str, set[Call]] = {}
+
+    async def __call__(self, scope: dict[str, Any], receive: Receive, send: Send) -> None:
+        """Serve one connection scope."""
+        if scope["type"] != "http":
+            await self._behind(scope, receive, send)
+            return
+        try:
+            path = proxy_path(scope)
+        except BadRequest as exc:
+            call_id = _new_call_id()
+            await send_error(_reply(send, call_id), exc, "")
+            return
+        if path is None:
+            await self._behind(scope, receive, send)
+            return
+        await self._serve(path, scope, receive, send)
+
+    async def _serve(
+        self, path: ProxyPath, scope: dict[str, Any], receive: Receive, send: Send
+    ) -> None:
+        call_id = _new_call_id()
+        reply = _reply(send, call_id)
+        headers: list[Header] = list(scope["headers"])
+        incoming = Incoming(receive, headers)
+        try:
+            if scope.get("http_version", "1.1").startswith("2"):
+                raise AglError(
+                    "model calls are served over HTTP/1.1 alone: a stream that breaks off "
+                    "cannot be told from one that ends on HTTP/2",
+                    code="http_version",
+                    status=505,
+                    hint="turn HTTP/2 off in the client",
+                )
+            admitted = await self._admission.admit(path, headers, scope.get("client"))
+            self._admission.begin(admitted.rollout.rollout_id)
+            try:
+                await self._call(call_id, path, scope, admitted, incoming, reply)
+            finally:
+                self._admission.end(admitted.rollout.rollout_id)
+        except ClientGone:
+            pass
+        except AglError as exc:
+            await incoming.discard()
+            await send_error(reply, exc, path.below)
+        except Exception as exc:
+            log.exception("a call failed unexpectedly", extra={"call_id": call_id})
+            if not reply.has_begun:
+                await send_error(reply, as_agl_error(exc, call_id), path.below)
+        finally:
+            incoming.close()
+
+    async def _call(
+        self,
+        call_id: str,
+        path: ProxyPath,
+        scope: dict[str, Any],
+        admitted: Admitted,
+        incoming: Incoming,
+        reply: Reply,
+    ) -> None:
+        settings = self._context.settings
+        began = self._context.clock.monotonic()
+        body = await incoming.body(settings.max_body_bytes, settings.body_idle_seconds)
+        method: str = scope["method"]
+        dialect = dialect_for(method, path.below)
+        parsed = dialect.read_request(body)
+        rollout, attempt_id = admitted.rollout, admitted.attempt_id
+
+        def outbound(match: Match) -> Outbound:
+            return Outbound(
+                rollout=rollout,
+                attempt_id=attempt_id,
+                dialect=dialect,
+                method=method,
+                path=path.below,
+                query=scope.get("query_string", b"").decode("ascii", "replace"),
+                headers=scope["headers"],
+                match=match,
+            )
+
+        call = Call(
+            context=self._context,
+            facts=CallFacts(
+                call_id=call_id,
+                rollout_id=rollout.rollout_id,
+                attempt_id=attempt_id,
+                api=dialect.api,
+                method=method,
+                path=path.below,
+                parsed=parsed,
+                began=began,
+            ),
+            dialect=dialect,
+            outbound=outbound,
+            incoming=incoming,
+            reply=reply,
+        )
+        calls = self._calls.setdefault(rollout.rollout_id, set())
+        calls.add(call)
+        incoming.watch(lambda: call.kill("client_gone"))
+        try:
+            await call.run()
+        except asyncio.CancelledError:
+            if call.killed is None:
+                raise
+            call.task.uncancel()  # ended while it was telling of its end
+        finally:
+            calls.discard(call)
+            if not calls:
+                self._calls.pop(rollout.rollout_id, None)
+
+    def kill(self, why: Killer, *, rollout_id: str | None = None, policy: str | None = None) -> int:
+        """End calls in flight: of a rollout, of a policy, or all; returns how many."""
+        groups = (
+            [self._calls.get(rollout_id, set())]
+            if rollout_id is not None
+            else list(self._calls.values())
+        )
+        count = 0
+        for call in [call for group in groups for call in group]:
+            if policy is None or call.policy == policy:
+                call.kill(why)
+                count += 1
+        return count
+
+
+def _new_call_id() -> str:
+    return f"call-{secrets.token_hex(12)}"
+
+
+def _reply(send: Send, call_id: str) -> Reply:
+    return Reply(send, [(b"x-request-id", call_id.encode())])

@@ -1,0 +1,218 @@
+"""The model servers as the gateway sees them: names, health and what is in flight where.
+
+The store keeps the registrations; this is the copy that the request path reads. What belongs to a
+server as an endpoint (in flight, health) outlives a change of its registration.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Iterable, Sequence
+
+from attrs import define, frozen
+
+from agl_core.clock import Clock
+from agl_core.errors import AglError
+from agl_core.interfaces import Candidate
+from agl_core.records import ModelServer
+from agl_core.settings import GatewaySettings
+
+ServerKey = tuple[str, str]
+
+
+class ModelNotFound(AglError):
+    """A request names a model that nothing registered goes by."""
+
+    default_code = "model_not_found"
+    default_status = 404
+
+
+@define
+class ServerState:
+    """One endpoint: its registration and what is known of it from its traffic."""
+
+    server: ModelServer
+    inflight: int = 0
+    failures: int = 0
+    """In a row."""
+    out_until: float | None = None
+    """Monotonic seconds; it gets no calls before, unless no other server is left."""
+    probe_problem: str | None = None
+    """What a probe missed in the server's answer."""
+    is_probed: bool = False
+
+
+@frozen(kw_only=True)
+class Match:
+    """What a request's model name stands for."""
+
+    policy: str
+    is_trained: bool
+    model: str | None
+    """Only servers registered under this name; None: any of the policy."""
+
+
+class Registry:
+    """Matches names to policies and keeps each server's health and counts."""
+
+    def __init__(self, settings: GatewaySettings, clock: Clock) -> None:
+        self._settings = settings
+        self._clock = clock
+        self._states: dict[ServerKey, ServerState] = {}
+        self._retired: dict[ServerKey, ServerState] = {}
+        self._known: dict[str, Match] = {}
+        """Exact names ever seen, so that a policy whose servers are away is waited for."""
+        self._patterns: dict[str, Match] = {}
+
+    @property
+    def servers(self) -> list[ModelServer]:
+        """The registered servers, in the order of registration."""
+        return [state.server for state in self._states.values()]
+
+    @property
+    def states(self) -> Iterable[ServerState]:
+        """The registered servers with what is known of them."""
+        return self._states.values()
+
+    @property
+    def policies(self) -> dict[str, bool]:
+        """Each policy ever seen, and whether it is trained."""
+        found: dict[str, bool] = {}
+        for match in (*self._known.values(), *self._patterns.values()):
+            found[match.policy] = match.is_trained
+        return found
+
+    def replace(self, servers: Sequence[ModelServer]) -> list[ServerState]:
+        """Take the registrations from the store; returns those to be probed."""
+        states: dict[ServerKey, ServerState] = {}
+        fresh: list[ServerState] = []
+        for server in servers:
+            state = self._states.get(server.key) or self._retired.pop(server.key, None)
+            if state is None:
+                state = ServerState(server)
+            elif state.server != server:
+                state.server = server
+                state.failures, state.out_until = 0, None
+            if server.trained and not state.is_probed:
+                fresh.append(state)
+            states[server.key] = state
+        self._learn_all(servers)
+        for key, state in self._states.items():
+            if key not in states:
+                state.is_probed, state.probe_problem = False, None
+                if state.inflight:
+                    self._retired[key] = state
+        self._states = states
+        return fresh
+
+    def _learn_all(self, servers: Sequence[ModelServer]) -> None:
+        """Names of registered policies stand as registered; those of others are remembered."""
+        present = {server.policy for server in servers}
+        for names in (self._known, self._patterns):
+            for name in [name for name, match in names.items() if match.policy in present]:
+                del names[name]
+        for server in servers:
+            self._learn(server)
+
+    def _learn(self, server: ModelServer) -> None:
+        any_of_policy = Match(policy=server.policy, is_trained=server.trained, model=None)
+        self._known[server.policy] = any_of_policy
+        for alias in server.aliases:
+            where = self._patterns if any(c in alias for c in "*?[") else self._known
+            where[alias] = any_of_policy
+        self._known[server.model] = Match(
+            policy=server.policy, is_trained=server.trained, model=server.model
+        )
+
+    def match(self, model: str | None) -> Match | None:
+        """What a model name stands for; None while nothing has ever been registered.
+
+        Raises:
+            ModelNotFound: No model, policy, alias or alias pattern is called that, or no name was
+                given and there is more than one trained policy.
+        """
+        if not self._known:
+            return None
+        if model is None:
+            trained = sorted(name for name, is_trained in self.policies.items() if is_trained)
+            if len(trained) == 1:
+                return Match(policy=trained[0], is_trained=True, model=None)
+            raise ModelNotFound(
+                f"the request names no model, and there are {len(trained)} policies",
+                hint=f"name one of: {', '.join(self.names())}",
+            )
+        found = self._known.get(model)
+        if found is not None:
+            return found
+        fitting = [pattern for pattern in self._patterns if fnmatch.fnmatchcase(model, pattern)]
+        if fitting:
+            return self._patterns[max(fitting, key=len)]
+        raise ModelNotFound(
+            f"the model {model!r} is not registered",
+            hint=f"registered: {', '.join(self.names())}; give the server an alias, "
+            "or the agent one of these names",
+        )
+
+    def names(self) -> list[str]:
+        """Every name that a request may use."""
+        return sorted({*self._known, *self._patterns})
+
+    def candidates(self, match: Match, failed: frozenset[ServerKey]) -> list[Candidate]:
+        """Servers that may take a call: the healthy ones, else whatever is registered.
+
+        One that this very call has failed on is left out while another one is there.
+        """
+        now = self._clock.monotonic()
+        fitting = [
+            state
+            for state in self._states.values()
+            if state.server.policy == match.policy and match.model in (None, state.server.model)
+        ]
+        for wanted in (
+            [s for s in fitting if self._is_in(s, now) and s.server.key not in failed],
+            [s for s in fitting if s.server.key not in failed],
+            fitting,
+        ):
+            if wanted:
+                return [Candidate(server=s.server, inflight=s.inflight) for s in wanted]
+        return []
+
+    def _is_in(self, state: ServerState, now: float) -> bool:
+        return state.out_until is None or state.out_until <= now
+
+    def is_healthy(self, key: ServerKey) -> bool:
+        """Whether a registered server takes calls."""
+        state = self._states.get(key)
+        return state is not None and self._is_in(state, self._clock.monotonic())
+
+    def inflight(self, key: ServerKey) -> int:
+        """Calls begun and not ended on a server."""
+        state = self._states.get(key)
+        return state.inflight if state else 0
+
+    def begin(self, key: ServerKey) -> ServerState:
+        """Count a call in; give the state back to ``end``, whatever is registered by then."""
+        state = self._states[key]
+        state.inflight += 1
+        return state
+
+    def end(self, state: ServerState) -> None:
+        """Count a call out."""
+        state.inflight -= 1
+        if not state.inflight:
+            self._retired.pop(state.server.key, None)
+
+    def succeeded(self, state: ServerState) -> None:
+        """The server answered as one that works does (a 4xx of the agent's making counts too)."""
+        state.failures, state.out_until = 0, None
+
+    def failed(self, state: ServerState) -> None:
+        """The server refused, broke off or answered that it cannot; past a few it is taken out."""
+        state.failures += 1
+        if state.failures >= self._settings.failures_to_unhealthy:
+            state.out_until = self._clock.monotonic() + self._settings.unhealthy_seconds
+
+    def version_of(self, server: ModelServer) -> int:
+        """The version that the server is registered with now."""
+        state = self._states.get(server.key)
+        return state.server.version if state else server.version

@@ -1,0 +1,46 @@
+"""The formats ``triplet`` and ``trajectory``: one JSON line per rollout."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from agl_core.errors import Invalid
+from agl_core.interfaces import Exporter, ExportOptions
+from agl_core.records import Event, Rollout
+from agl_core.tokens import trajectory_line, triplet_line
+from agl_core.wire import to_json, unknown_key
+
+Line = Callable[..., dict[str, Any]]
+
+
+class JsonLinesExporter(Exporter):
+    """One format whose lines a function of ``agl_core.tokens`` makes.
+
+    A line stands for every rollout, also for one with nothing to train: its ``skipped`` says why.
+    """
+
+    media_type = "application/x-ndjson"
+
+    def __init__(self, format_name: str, line: Line) -> None:
+        self.format = format_name
+        self._line = line
+
+    def begin(self, options: ExportOptions) -> bytes:
+        for name in options.parameters:
+            raise Invalid(unknown_key(name, ("ids", "group_id", "policy", "mode")))
+        return b""
+
+    def encode(self, rollout: Rollout, events: Sequence[Event], options: ExportOptions) -> bytes:
+        return to_json(self._line(rollout, events, policy=options.policy)) + b"\n"
+
+    def finish(self) -> bytes:
+        return b""
+
+
+def exporters() -> list[Exporter]:
+    """``triplet``: each trainable call; ``trajectory``: calls merged into rows."""
+    return [
+        JsonLinesExporter("triplet", triplet_line),
+        JsonLinesExporter("trajectory", trajectory_line),
+    ]
