@@ -107,7 +107,7 @@ def create_app(loaded: Loaded, clock: Clock | None = None) -> Service:
     settings, plugins = loaded.settings, loaded.plugins
     clock = clock or SystemClock()
     store = plugins.provide_store(clock)
-    authority = Authority(settings.auth, clock)
+    authority = Authority(settings.auth, clock, is_open=settings.server.insecure)
     gateway = Gateway(
         settings.gateway,
         clock,

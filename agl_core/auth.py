@@ -52,14 +52,21 @@ class Authority:
     Args:
         settings: Role keys, and the keys that sign tokens.
         clock: Decides whether a token has expired.
+        is_open: Without role keys, everybody counts as ``algorithm``, not only who is on loopback.
         token_keys: Used where the settings have none; the first signs, all verify. None: one is
             made, and tokens end with this process.
     """
 
     def __init__(
-        self, settings: AuthSettings, clock: Clock, *, token_keys: Sequence[bytes] | None = None
+        self,
+        settings: AuthSettings,
+        clock: Clock,
+        *,
+        is_open: bool = False,
+        token_keys: Sequence[bytes] | None = None,
     ) -> None:
         self._settings = settings
+        self._is_open = is_open
         self._clock = clock
         keys = [key.reveal().encode() for key in settings.token_keys]
         keys = keys or list(token_keys or ()) or [make_token_key()]
@@ -115,10 +122,13 @@ class Authority:
             role = self._role_of(credential)
             if role is not None:
                 return Identity(role)
-        if not self._role_keys and _is_local(client):
-            if client is not None:
-                _refuse_foreign_pages(host, origin)
-            return Identity("algorithm")
+        if not self._role_keys:
+            if self._is_open:
+                return Identity("algorithm")
+            if _is_local(client):
+                if client is not None:
+                    _refuse_foreign_pages(host, origin)
+                return Identity("algorithm")
         if any(shown):
             raise BadToken("the key is not one of this service's")
         raise BadToken(
