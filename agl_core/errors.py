@@ -42,6 +42,17 @@ class AglError(Exception):
     def __str__(self) -> str:
         return f"{self.message} ({self.hint})" if self.hint else self.message
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Children have constructors of their own, and errors must cross processes (Ray)."""
+        return _restore, (type(self), self.args, self.__dict__.copy())
+
+
+def _restore(kind: type[AglError], args: tuple[Any, ...], state: dict[str, Any]) -> AglError:
+    error = kind.__new__(kind)
+    error.args = args
+    error.__dict__.update(state)
+    return error
+
 
 class ConfigError(AglError):
     """The configuration is wrong; ``problems`` has one line per fault."""
