@@ -40,6 +40,7 @@ class UpstreamAnswer:
         status: The HTTP status, never 1xx.
         headers: Names in lower case, in the order of the wire; trailers are dropped.
         complete: The end of the body has arrived, though it may not have been read yet.
+        received: At least one byte has come back, if only of an interim answer.
         reused: It came over a connection that had carried an answer before.
         resent: The request went out twice: the first, reused connection turned out to be closed.
     """
