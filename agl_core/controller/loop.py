@@ -1,0 +1,435 @@
+"""The reconcile loop: makes the store, reached over HTTP, and a runner agree.
+
+Two feeds, the changes of the store and those of the runner, say which rollouts to look at. For
+each of them one worker at a time compares both sides and takes the next step, so that a step that
+failed, for whatever reason, is simply taken again. Nothing is kept here that cannot be read anew:
+a controller may be killed at any point.
+
+One controller serves a service (or one at a time, where a leader is elected). What it started is
+told apart from rollouts that users run by their own means by ``Attempt.node``: runners set it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import attrs
+
+from agl_core.clock import Clock
+from agl_core.controller.deadlines import Deadlines
+from agl_core.controller.evidence import Evidence
+from agl_core.controller.launch_queue import LaunchQueue
+from agl_core.controller.service import ControllerClient
+from agl_core.controller.waiting import backoff, first_of
+from agl_core.controller.workers import Workers, complain
+from agl_core.errors import ApiError, Invalid, Unavailable
+from agl_core.interfaces import Runner, RunReport, Work
+from agl_core.records import Attempt, Rollout, RolloutError, Status, Tombstone
+from agl_core.settings import ControllerSettings
+
+log = logging.getLogger(__name__)
+
+PAGE_SIZE = 200
+LEAVING_SECONDS = 30.0
+# The feed alone notices that the service is back, so it does not wait as long as the workers may.
+FOLLOW_FAULTS = 4
+_LIVE: tuple[Status, ...] = ("queuing", "running")
+
+
+class Controller:
+    """Starts what waits, reports what runs, and ends what should not run.
+
+    Args:
+        client: Reaches the service.
+        runner: Entered already, and left after ``run`` has returned.
+        settings: Times, and where agents reach the service.
+        clock: Waits and tells the time.
+    """
+
+    def __init__(
+        self, client: ControllerClient, runner: Runner, settings: ControllerSettings, clock: Clock
+    ) -> None:
+        self._client = client
+        self._runner = runner
+        self._settings = settings
+        self._clock = clock
+        self._reports: dict[str, RunReport] = {}
+        self._queue = LaunchQueue()
+        self._starting: set[str] = set()
+        self._start_faults: dict[str, int] = {}
+        self._workers = Workers(self._reconcile, clock)
+        self._deadlines = Deadlines(client, runner, clock)
+        self._evidence = Evidence(client)
+        self._put_off_ids: set[str] = set()
+        self._requeues: set[asyncio.Task[None]] = set()
+        self._runner_listed = asyncio.Event()
+        self._store_listed = asyncio.Event()
+        self._places = asyncio.Event()
+        self._reported = asyncio.Event()
+        self._is_leaving = False
+
+    async def run(self, stop: asyncio.Event) -> None:
+        """Work until ``stop`` is set; call it once.
+
+        Agents go on afterwards, unless ``stop_agents`` says that they end first.
+        """
+        loops = [
+            asyncio.create_task(work)
+            for work in (
+                self._follow_runner(),
+                self._follow_store(),
+                self._resync(),
+                self._fill_places(),
+                self._deadlines.enforce(self._reports),
+            )
+        ]
+        stopping = asyncio.create_task(stop.wait())
+        try:
+            done, _ = await asyncio.wait([stopping, *loops], return_when=asyncio.FIRST_COMPLETED)
+            if stopping in done and self._settings.stop_agents:
+                await self._stop_agents()
+        finally:
+            tasks = [stopping, *loops, *self._requeues]
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            await self._workers.close()
+        for task in loops:
+            if not task.cancelled() and (error := task.exception()) is not None:
+                raise error
+
+    # --- what happens on either side ---------------------------------------------------------
+
+    async def _follow_store(self) -> None:
+        """Look at each rollout that changes. It begins with those that are not over."""
+        await self._runner_listed.wait()
+        cursor: str | None = None
+        is_first = True
+        faults = 0
+        while True:
+            try:
+                page = await self._client.rollouts(
+                    status=_LIVE if is_first else None,
+                    changed_after=cursor,
+                    limit=PAGE_SIZE,
+                    wait=None if is_first else self._settings.poll_seconds,
+                )
+                cursor = page.cursor
+                for item in page.items:
+                    self._take_change(item)
+            except Exception as exc:
+                faults += 1
+                complain("the store cannot be followed", exc)
+                if isinstance(exc, ApiError) and exc.status == 410:
+                    # Another life of the store: what it does not know any more is ended.
+                    cursor, is_first, faults = None, True, 1
+                    self._workers.recover()
+                    self._workers.look_at(*self._reports, *self._starting)
+                await self._clock.sleep(backoff(min(faults, FOLLOW_FAULTS)))
+                continue
+            if faults:
+                faults = 0
+                self._workers.recover()
+            if is_first and len(page.items) < PAGE_SIZE:
+                is_first = False
+                self._store_listed.set()
+
+    def _take_change(self, item: Rollout | Tombstone) -> None:
+        rollout_id = item.rollout_id
+        is_ours = rollout_id in self._reports or rollout_id in self._starting
+        if isinstance(item, Rollout) and item.status == "queuing" and not is_ours:
+            if rollout_id not in self._put_off_ids:
+                self._queue.add(item)
+                self._places.set()
+            return
+        self._queue.discard(rollout_id)
+        if is_ours or (isinstance(item, Rollout) and _was_started_by_a_runner(item)):
+            self._workers.look_at(rollout_id)
+
+    async def _follow_runner(self) -> None:
+        """Take the runner's reports. Losing sight of it ends nothing."""
+        faults = 0
+        while True:
+            try:
+                watch = self._runner.watch()
+                reports = await self._runner.list()
+                if not self._runner_listed.is_set():
+                    self._deadlines.adopt(a.attempt_id for r in reports for a in r.attempts)
+                self._take_list(reports)
+                self._runner_listed.set()
+                async for report in watch:
+                    faults = 0
+                    self._take_report(report)
+            except Exception as exc:
+                complain("the runner cannot be watched", exc)
+            faults += 1
+            await self._clock.sleep(backoff(faults))
+
+    def _take_report(self, report: RunReport) -> None:
+        rollout_id = report.rollout_id
+        self._reports[rollout_id] = report
+        self._starting.discard(rollout_id)
+        self._start_faults.pop(rollout_id, None)
+        self._queue.discard(rollout_id)
+        self._workers.look_at(rollout_id)
+        self._places.set()
+        self._reported.set()
+
+    def _take_list(self, reports: Sequence[RunReport]) -> None:
+        """What the runner has, all of it: what is missing is gone."""
+        listed = {report.rollout_id for report in reports}
+        for report in reports:
+            self._take_report(report)
+        for rollout_id in [i for i in self._reports if i not in listed]:
+            self._forget(rollout_id)
+            self._workers.look_at(rollout_id)
+
+    async def _resync(self) -> None:
+        """Compare everything with everything, whatever the feeds said."""
+        while True:
+            await self._clock.sleep(self._settings.resync_seconds)
+            try:
+                # Those that were accepted before the list and are not in it did not start.
+                accepted = {i for i in self._starting if i not in self._workers}
+                self._take_list(await self._runner.list())
+                self._starting -= accepted
+                self._places.set()
+                await self._list_store()
+            except Exception as exc:
+                complain("the comparison of everything failed", exc)
+
+    async def _list_store(self) -> None:
+        cursor: str | None = None
+        while True:
+            page = await self._client.rollouts(status=_LIVE, changed_after=cursor, limit=PAGE_SIZE)
+            for item in page.items:
+                self._take_change(item)
+            if len(page.items) < PAGE_SIZE:
+                return
+            cursor = page.cursor
+
+    # --- the steps of one rollout ------------------------------------------------------------
+
+    async def _reconcile(self, rollout_id: str) -> None:
+        """Take the next step for a rollout. Only its worker calls this."""
+        try:
+            rollout = await self._client.rollout(rollout_id)
+        except ApiError as exc:
+            if exc.status != 404:
+                raise
+            await self._let_go(rollout_id)
+            return
+        report = self._reports.get(rollout_id)
+        if rollout.is_terminal:
+            await self._let_go(rollout_id)
+        elif report is not None and report.is_finished:
+            await self._report_end(rollout, report)
+        elif report is not None:
+            await self._report_progress(rollout, report)
+        elif rollout_id in self._starting:
+            await self._start(rollout)
+        elif rollout.status == "queuing":
+            self._take_change(rollout)
+        else:
+            await self._give_up_lost(rollout)
+
+    async def _let_go(self, rollout_id: str) -> None:
+        """The service is done with a rollout: so is the runner."""
+        self._queue.discard(rollout_id)
+        report = self._reports.get(rollout_id)
+        if report is not None and not report.is_finished:
+            await self._runner.stop(rollout_id, "cancelled")
+            return
+        # Also where there is no report: the start may have been accepted just before.
+        await self._runner.release(rollout_id)
+        self._forget(rollout_id)
+
+    async def _report_end(self, rollout: Rollout, report: RunReport) -> None:
+        """Tell the service how it ended, then let the runner forget it."""
+        if report.evidence:
+            rollout = await self._report_attempts(rollout, report)
+            await self._evidence.keep(report)
+        after = await self._client.patch(
+            rollout.rollout_id,
+            status=report.outcome,
+            attempts=_news(rollout, report),
+            succeeded_attempt_id=report.succeeded_attempt_id,
+            error=report.error,
+        )
+        log.info("rollout ended", extra={"rollout_id": rollout.rollout_id, "status": after.status})
+        await self._let_go(rollout.rollout_id)
+
+    async def _report_progress(self, rollout: Rollout, report: RunReport) -> None:
+        if rollout.cancel_requested or self._is_leaving:
+            await self._runner.stop(rollout.rollout_id, "cancelled")
+        rollout = await self._report_attempts(rollout, report)
+        await self._evidence.keep(report)
+        limit = rollout.config.timeout_seconds or self._settings.timeout_seconds
+        await self._deadlines.watch(report, limit)
+
+    async def _report_attempts(self, rollout: Rollout, report: RunReport) -> Rollout:
+        """Tell the service of attempts; it takes events of those alone that it knows."""
+        news = _news(rollout, report)
+        if not news and rollout.status == "running":
+            return rollout
+        return await self._client.patch(rollout.rollout_id, status="running", attempts=news)
+
+    async def _give_up_lost(self, rollout: Rollout) -> None:
+        """A running rollout that the runner does not know: ours is lost, a user's is let be."""
+        if not _was_started_by_a_runner(rollout):
+            return
+        listed = {report.rollout_id: report for report in await self._runner.list()}
+        if rollout.rollout_id in listed:
+            self._take_report(listed[rollout.rollout_id])
+            return
+        lost = tuple(
+            attrs.evolve(attempt, phase="failed", reason="infra", finished_at=self._clock.now())
+            for attempt in rollout.attempts
+            if not attempt.is_ended
+        )
+        log.warning("a rollout is lost", extra={"rollout_id": rollout.rollout_id})
+        await self._client.patch(
+            rollout.rollout_id,
+            status="failed",
+            attempts=lost,
+            error=RolloutError(code="infra", message="lost: the runner no longer knows it"),
+        )
+
+    def _forget(self, rollout_id: str) -> None:
+        self._reports.pop(rollout_id, None)
+        self._starting.discard(rollout_id)
+        self._start_faults.pop(rollout_id, None)
+        self._evidence.forget(rollout_id)
+        self._deadlines.forget(rollout_id)
+        self._places.set()
+
+    # --- starting ----------------------------------------------------------------------------
+
+    async def _fill_places(self) -> None:
+        """Give free places to those that wait, once all of them are known."""
+        await self._store_listed.wait()
+        while True:
+            await self._places.wait()
+            self._places.clear()
+            while not self._is_leaving and self._count_active() < self._runner.max_active:
+                rollout_id = self._queue.pop()
+                if rollout_id is None:
+                    break
+                self._starting.add(rollout_id)
+                self._workers.look_at(rollout_id)
+
+    def _count_active(self) -> int:
+        running = sum(1 for report in self._reports.values() if not report.is_finished)
+        return running + len(self._starting)
+
+    async def _start(self, rollout: Rollout) -> None:
+        """Start first; the PATCH follows from the runner's report."""
+        rollout_id = rollout.rollout_id
+        if self._is_leaving or rollout.status != "queuing":
+            # The agent was faster than the report, or a user has begun to run it.
+            self._free_place(rollout_id)
+            return
+        token = (await self._client.mint_token(rollout_id)).token
+        try:
+            work = Work(
+                rollout=rollout,
+                agent_url=(self._settings.agent_url or self._settings.url).rstrip("/"),
+                token=token,
+                job_defaults=await self._read_job_defaults(rollout),
+            )
+            await self._runner.start(work)
+        except Unavailable as exc:
+            complain("the runner cannot take a rollout now", exc, rollout_id)
+            self._put_off(rollout_id, exc.retry_after_seconds)
+        except Invalid as exc:
+            error = RolloutError(code="config", message=str(exc))
+            await self._client.patch(rollout_id, status="failed", error=error)
+            self._free_place(rollout_id)
+        except ApiError:
+            raise
+        except Exception as exc:
+            complain("a rollout could not be started", exc, rollout_id)
+            self._put_off(rollout_id, 0.0)
+
+    def _free_place(self, rollout_id: str) -> None:
+        self._starting.discard(rollout_id)
+        self._places.set()
+
+    def _put_off(self, rollout_id: str, seconds: float) -> None:
+        """Try again later, each time later, so that the others get their turn."""
+        faults = self._start_faults[rollout_id] = self._start_faults.get(rollout_id, 0) + 1
+        self._free_place(rollout_id)
+
+        async def later() -> None:
+            await self._clock.sleep(max(seconds, backoff(faults)))
+            self._put_off_ids.discard(rollout_id)
+            self._workers.look_at(rollout_id)
+
+        self._put_off_ids.add(rollout_id)
+        task = asyncio.create_task(later())
+        self._requeues.add(task)
+        task.add_done_callback(self._requeues.discard)
+
+    async def _read_job_defaults(self, rollout: Rollout) -> Mapping[str, Any]:
+        name = rollout.resources_id
+        if name is None:
+            return {}
+        try:
+            bundle = await self._client.resources(name)
+        except ApiError as exc:
+            if exc.status != 404:
+                raise
+            raise Invalid(f"resources {name!r} do not exist") from exc
+        defaults = bundle.data.get("job_defaults", {})
+        if not isinstance(defaults, Mapping):
+            raise Invalid(f"'job_defaults' of resources {name!r} is no object")
+        return defaults
+
+    # --- the end -----------------------------------------------------------------------------
+
+    async def _stop_agents(self) -> None:
+        """End what runs, however long that takes, and report it as far as the service is there."""
+        self._is_leaving = True
+        for report in await self._runner.list():
+            await self._runner.stop(report.rollout_id, "cancelled")
+        while any(not report.is_finished for report in self._reports.values()):
+            self._reported.clear()
+            await self._reported.wait()
+        await first_of(self._until_agreed(), self._clock.sleep(LEAVING_SECONDS))
+
+    async def _until_agreed(self) -> None:
+        while self._reports or len(self._workers):
+            self._workers.idle.clear()
+            await self._workers.idle.wait()
+
+
+def _was_started_by_a_runner(rollout: Rollout) -> bool:
+    """Whether a rollout that runs is one that a controller had started.
+
+    Runners name the node of their attempts; those that the gateway makes of a user's own calls
+    have none.
+    """
+    if rollout.status != "running" or not rollout.attempts:
+        return False
+    return rollout.attempts[-1].node is not None
+
+
+def _news(rollout: Rollout, report: RunReport) -> tuple[Attempt, ...]:
+    """The attempts that the store does not know so yet. An end that it knows stands."""
+    return tuple(
+        attempt
+        for attempt in report.attempts
+        if _is_news(attempt, rollout.attempt(attempt.attempt_id))
+    )
+
+
+def _is_news(attempt: Attempt, known: Attempt | None) -> bool:
+    if known is None:
+        return True
+    if known.is_ended and known.phase != attempt.phase:
+        return False
+    told = attrs.asdict(attempt)
+    return any(value not in (None, getattr(known, name)) for name, value in told.items())
