@@ -51,7 +51,6 @@ def openapi_document(routes: Sequence[Route]) -> dict[str, Any]:
             "title": "agl-lite",
             "version": __version__,
             "summary": "Capture, store and execution of LLM agents for reinforcement learning.",
-            "license": {"name": "Apache-2.0", "identifier": "Apache-2.0"},
         },
         "paths": paths,
         "components": {
