@@ -12,13 +12,14 @@ import logging
 import os
 import signal
 import socket
+import ssl
 from collections.abc import Awaitable, Callable
 from typing import Any
 
 from agl_core.app import Service
 from agl_core.errors import AglError, ConfigError
 from agl_core.interfaces import AsgiApp, AsgiServer
-from agl_core.settings import Settings
+from agl_core.settings import ServerSettings, Settings
 
 log = logging.getLogger(__name__)
 
@@ -70,6 +71,34 @@ def bind(settings: Settings) -> socket.socket:
         raise ListenError(*_cannot_listen(server.host, server.port, exc)) from exc
     sock.setblocking(False)
     return sock
+
+
+def check_certificates(server: ServerSettings) -> None:
+    """See that the files for TLS can be used, before anything is opened.
+
+    Raises:
+        ConfigError: One is missing, unreadable or does not fit the others.
+    """
+    if server.certificate is None:
+        for name in ("private_key", "client_ca"):
+            if getattr(server, name) is not None:
+                raise ConfigError(f"server.{name} needs server.certificate: without it no TLS")
+        return
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    try:
+        context.load_cert_chain(server.certificate, server.private_key)
+    except (OSError, ValueError) as exc:
+        key = f" with server.private_key {server.private_key!r}" if server.private_key else ""
+        raise ConfigError(
+            f"server.certificate {server.certificate!r}{key} cannot be used: {exc}"
+        ) from exc
+    if server.client_ca is not None:
+        try:
+            context.load_verify_locations(server.client_ca)
+        except (OSError, ValueError) as exc:
+            raise ConfigError(
+                f"server.client_ca {server.client_ca!r} cannot be used: {exc}"
+            ) from exc
 
 
 def _cannot_listen(host: str, port: int, exc: OSError) -> tuple[str]:

@@ -23,6 +23,7 @@ from agl_core.errors import (
 )
 from agl_core.gateway.capture import CallFacts, Recorder, as_event
 from agl_core.gateway.dialects import Answer, AnswerTee, Dialect
+from agl_core.gateway.dialects.sse import whole_events
 from agl_core.gateway.forward import Connected, Forwarder, NoServer, Outbound
 from agl_core.gateway.gate import Gates
 from agl_core.gateway.incoming import Header, Incoming, Reply
@@ -38,6 +39,8 @@ Killer = Literal["client_gone", "timeout", "paused", "cancelled", "shutdown"]
 HEARTBEAT = b": keep-alive\n\n"
 # After a stream's own end the connection gets this long to end as well, and be used again.
 _TRAILING_SECONDS = 0.5
+# An agent that reads nothing any more is not told of its call's failure for longer than this.
+_LAST_WORDS_SECONDS = 2.0
 # An unknown answer up to this size is recorded, a larger one is only passed on.
 _RECORDED_BYTES = 8 * 2**20
 _STATUS_OF_KILL: dict[Killer, str] = {
@@ -79,31 +82,48 @@ class Call:
     killed: Killer | None = None
     policy: str | None = None
     _is_sealed: bool = False
+    _is_inflight: bool = False
+    _killed_meanwhile: Killer | None = None
+    _aborts: int = 0
     _tee: AnswerTee | None = None
     _beat: asyncio.Task[None] | None = None
     _last_write: float = 0.0
 
-    def kill(self, why: Killer) -> None:
-        """End the call now; does nothing once its record is being written."""
-        if self._is_sealed or self.killed is not None or self.task.done():
-            return
+    def kill(self, why: Killer) -> bool:
+        """End the call now, and return whether that was to be done.
+
+        Once its record is being written it ends by itself. A pause ends what is in flight, not
+        what waits for the end of a pause.
+        """
+        if self.task.done() or (why == "paused" and not self._is_inflight):
+            return False
+        if self._is_sealed or self.killed is not None:
+            self._killed_meanwhile = self._killed_meanwhile or why
+            return False
         self.killed = why
         self.task.cancel()
+        return True
 
     async def run(self) -> None:
         """Serve the call, with whatever end it takes."""
+        pause_seconds = 0.0
         while True:
             self.killed = None
             try:
+                if pause_seconds:
+                    await self.context.clock.sleep(pause_seconds)
                 await self._admit_and_serve()
             except asyncio.CancelledError:
                 if self.killed is None:
                     raise
                 self.task.uncancel()
                 if await self._end_killed(self.killed):
+                    pause_seconds = 0.0
                     continue
             except Aborted:
                 if await self._end_aborted():
+                    # A server that aborts without a pause of ours is not asked again at once.
+                    pause_seconds = self.context.settings.retry_backoff_seconds
                     continue
             except UpstreamError as exc:
                 await self._end_upstream_error(exc)
@@ -123,11 +143,16 @@ class Call:
                 context.settings.hold_seconds,
             )
             context.gates.begin(match.policy)
+            self._is_inflight = True
             timer = self._start_timer(match.policy)
             try:
                 connected = await context.forwarder.connect(self.outbound(match), self.facts)
                 try:
                     await self._relay(connected)
+                    context.forwarder.note_end(connected)
+                except UpstreamError as exc:
+                    context.forwarder.note_break(connected, match.policy, exc)
+                    raise
                 finally:
                     connected.close()
                     context.registry.end(connected.state)
@@ -136,6 +161,7 @@ class Call:
                 continue
             finally:
                 timer.cancel()
+                self._is_inflight = False
                 context.gates.end(match.policy)
 
     async def _match(self) -> Match:
@@ -166,7 +192,6 @@ class Call:
         self._tee = tee
         headers = headers_to_agent(answer.headers)
         if connected.is_final_failure:
-            # We tried again already; the SDK's own retries would only multiply ours.
             headers.append((b"x-should-retry", b"false"))
         if tee.is_stream:
             await self._relay_stream(connected, tee, headers)
@@ -230,15 +255,17 @@ class Call:
                     self._note_first_byte()
                 if tee.aborted:
                     raise Aborted
-                if out:
-                    await self._write_stream(answer.status, headers, out)
+                await self._write_stream(answer.status, headers, out)
+        except UpstreamError:
+            await self._write_stream(answer.status, headers, whole_events(tee.finish()))
+            raise
         finally:
             heartbeat.cancel()
-        if self._beat is not None:
-            await self._beat
+        await self._settle_beat()
         await _let_end(answer, tee)
         rest = tee.finish()
         if not tee.complete:
+            await self._write_stream(answer.status, headers, whole_events(rest))
             raise UpstreamError(
                 "the model server ended its stream before the answer was complete",
                 code="upstream_truncated",
@@ -252,8 +279,9 @@ class Call:
         await self.reply.end(rest)
 
     async def _write_stream(self, status: int, headers: list[Header], out: bytes) -> None:
-        if self._beat is not None:
-            await self._beat
+        if not out:
+            return
+        await self._settle_beat()
         if not self.reply.has_begun:
             await self.reply.begin(status, headers)
         self._last_write = asyncio.get_running_loop().time()
@@ -275,9 +303,9 @@ class Call:
         )
 
     def _send_comment(self, status: int, headers: list[Header]) -> None:
-        # Whole events alone are ever sent, so the agent is always between two of them. The relay
-        # waits for this task before it writes itself.
-        if self._beat is None or self._beat.done():
+        # The relay waits for this task before it writes itself, so that nothing comes in between.
+        is_between_events = self._tee is None or not self._tee.ends_mid_event
+        if is_between_events and (self._beat is None or self._beat.done()):
             self._beat = asyncio.create_task(self._write_comment(status, headers))
 
     async def _write_comment(self, status: int, headers: list[Header]) -> None:
@@ -285,6 +313,11 @@ class Call:
             await self.reply.begin(status, headers)
         self._last_write = asyncio.get_running_loop().time()
         await self.reply.write(HEARTBEAT)
+
+    async def _settle_beat(self) -> None:
+        """Wait for a comment that is being sent; a cancelled wait leaves it whole."""
+        if self._beat is not None and not self._beat.done():
+            await asyncio.wait({self._beat})
 
     # Ends
 
@@ -319,27 +352,45 @@ class Call:
     async def _end_killed(self, why: Killer) -> bool:
         """Returns whether the call is to be run again."""
         await self._record_quietly(_STATUS_OF_KILL[why])
-        if why == "client_gone":
-            return False
-        if why == "paused" and not self.reply.has_begun:
+        if why == "paused" and self._may_run_again():
             self._begin_again()
             return True
-        await self._fail(_KILL_ERRORS[why]())
+        await self._fail_killed(why)
         return False
 
     async def _end_aborted(self) -> bool:
         """The engine aborted. Unseen by the agent, the call runs again after the pause."""
         await self._record_quietly("aborted")
-        if not self.reply.has_begun and not self.incoming.is_gone:
+        if self._may_run_again() and self._is_worth_running_again():
             self._begin_again()
-            # Without a pause of ours, a moment keeps a server that always aborts from spinning.
-            await self.context.clock.sleep(self.context.settings.retry_backoff_seconds)
             return True
-        await self._fail(_KILL_ERRORS["paused"]())
+        await self._fail_killed("paused")
         return False
+
+    def _may_run_again(self) -> bool:
+        """Whether the agent has seen nothing of the call, and still wants it."""
+        return (
+            not self.reply.has_begun
+            and not self.incoming.is_gone
+            and self._killed_meanwhile in (None, "paused")
+        )
+
+    def _is_worth_running_again(self) -> bool:
+        """A server that aborts while its policy is open does so on its own: not for ever."""
+        if self.policy is not None and self.context.gates.is_paused(self.policy):
+            return True
+        self._aborts += 1
+        return self._aborts <= self.context.settings.retries
+
+    async def _fail_killed(self, why: Killer) -> None:
+        if why == "paused":
+            why = self._killed_meanwhile or why
+        if why != "client_gone":
+            await self._fail(_KILL_ERRORS[why]())
 
     def _begin_again(self) -> None:
         self._is_sealed = False
+        self._killed_meanwhile = None
         facts = self.facts
         facts.http_status = facts.ttft_seconds = facts.version_start = facts.version_end = None
         facts.server, facts.error = None, None
@@ -352,7 +403,8 @@ class Call:
         else:
             status = "truncated" if exc.details.get("phase") == "body" else "upstream_error"
         await self._record_quietly(status, exc)
-        await self._fail(exc, should_retry=False)
+        # What we tried again in vain the SDK's own retries would only multiply.
+        await self._fail(exc, is_final=bool(exc.details.get("retried")))
 
     async def _refuse(self, exc: AglError) -> None:
         """Answer with an error of ours; one that tells of a wrong model name is recorded too."""
@@ -361,19 +413,30 @@ class Call:
             await self._record_quietly("upstream_error", exc)
         await self._fail(exc)
 
-    async def _fail(self, exc: AglError, *, should_retry: bool | None = None) -> None:
+    async def _fail(self, exc: AglError, *, is_final: bool = False) -> None:
+        """Tell the agent of the failure, in whatever form its answer has taken so far."""
         if self.incoming.is_gone:
             return
-        if self.reply.has_begun:
-            # The stream ends in an error event and without its proper end, never politely.
-            if self._beat is not None:
-                await self._beat
-            await self.reply.write(error_event(exc, self.facts.path))
+        try:
+            async with asyncio.timeout(_LAST_WORDS_SECONDS):
+                await self._tell(exc, is_final)
+        except TimeoutError:
+            log.info("an agent did not take the end of its answer", extra=self._ids())
+
+    async def _tell(self, exc: AglError, is_final: bool) -> None:
+        if not self.reply.has_begun:
+            extra: list[Header] = [(b"x-should-retry", b"false")] if is_final else []
+            await send_error(self.reply, exc, self.facts.path, extra)
             return
-        extra: list[Header] = []
-        if should_retry is False:
-            extra.append((b"x-should-retry", b"false"))
-        await send_error(self.reply, exc, self.facts.path, extra)
+        # A stream ends in an error event and without its proper end, never politely.
+        await self._settle_beat()
+        if self._is_event_stream:
+            blank = b"\n\n" if self._tee is not None and self._tee.ends_mid_event else b""
+            await self.reply.write(blank + error_event(exc, self.facts.path))
+
+    @property
+    def _is_event_stream(self) -> bool:
+        return self._tee is not None and self._tee.is_stream
 
 
 _KILL_ERRORS: dict[Killer, Callable[[], AglError]] = {
@@ -408,7 +471,7 @@ class _TotalTimer:
     """Ends a call that takes too long; time in which its policy is paused does not count."""
 
     def __init__(
-        self, seconds: float | None, paused: Callable[[], float], on_end: Callable[[], None]
+        self, seconds: float | None, paused: Callable[[], float], on_end: Callable[[], object]
     ) -> None:
         self._paused = paused
         self._paused_before = paused()

@@ -78,7 +78,7 @@ class Connected:
     state: ServerState
     reshaped: Reshaped
     is_final_failure: bool = False
-    """Its status asks for a retry, and there are none left."""
+    """It was tried again in vain: its status asks for a retry, and there are none left."""
 
     def close(self) -> None:
         """Break the answer off where it has not ended."""
@@ -128,22 +128,24 @@ class Forwarder:
                 connected = await self._try(out, facts, route, state)
             except BaseException as exc:
                 self._registry.end(state)
-                if not isinstance(exc, UpstreamError) or not self._may_retry(exc):
+                if not isinstance(exc, UpstreamError):
                     raise
                 if not is_ours(exc):
-                    self._note_failure(state, out)
-                if tries_left <= 0:
+                    self._note_failure(state, out.match.policy)
+                if not self._may_retry(exc) or tries_left <= 0:
+                    if tries_left < self._settings.retries:
+                        exc.details["retried"] = True
                     raise
                 wait: float | None = None
             else:
                 status = connected.answer.status
                 if not _is_passing(status):
-                    self._registry.succeeded(state)
+                    self._registry.answered(state)
                     return connected
                 if status >= 500:
-                    self._note_failure(state, out)
+                    self._note_failure(state, out.match.policy)
                 if tries_left <= 0 or not self._is_still_registered(out):
-                    connected.is_final_failure = True
+                    connected.is_final_failure = tries_left < self._settings.retries
                     return connected
                 wait = _retry_after(connected.answer)
                 connected.close()
@@ -158,9 +160,19 @@ class Forwarder:
             )
             await self._back_off(facts.retries, wait, failed, out)
 
-    def _note_failure(self, state: ServerState, out: Outbound) -> None:
+    def note_end(self, connected: Connected) -> None:
+        """An answer has come to its end."""
+        if not _is_passing(connected.answer.status):
+            self._registry.succeeded(connected.state)
+
+    def note_break(self, connected: Connected, policy: str, exc: UpstreamError) -> None:
+        """An answer that had begun has broken off."""
+        if not is_ours(exc):
+            self._note_failure(connected.state, policy)
+
+    def _note_failure(self, state: ServerState, policy: str) -> None:
         """A pause makes servers fail on purpose: it moves no breaker."""
-        if not self._gates.is_paused(out.match.policy):
+        if not self._gates.is_paused(policy):
             self._registry.failed(state)
 
     def _may_retry(self, exc: UpstreamError) -> bool:
@@ -258,6 +270,9 @@ class Forwarder:
                 changes["model"] = server.upstream_model
             if server.trained:
                 changes.update(out.dialect.capture_changes(parsed))
+            if server.salt and out.dialect.api != "other":
+                version = self._registry.version_of(server)
+                changes["cache_salt"] = f"{server.policy}@{version}"
             changes.update(route.changes)
             if self._reshapers:
                 request = ReshapeRequest(

@@ -39,8 +39,12 @@ class GatewayFront:
         try:
             path = proxy_path(scope)
         except BadRequest as exc:
-            call_id = _new_call_id()
-            await send_error(_reply(send, call_id), exc, "")
+            incoming = Incoming(receive, scope["headers"])
+            try:
+                await incoming.discard()
+                await send_error(_reply(send, _new_call_id()), exc, "")
+            finally:
+                incoming.close()
             return
         if path is None:
             await self._behind(scope, receive, send)
@@ -150,8 +154,7 @@ class GatewayFront:
         )
         count = 0
         for call in [call for group in groups for call in group]:
-            if policy is None or call.policy == policy:
-                call.kill(why)
+            if (policy is None or call.policy == policy) and call.kill(why):
                 count += 1
         return count
 

@@ -38,7 +38,7 @@ class Incoming:
         self._receive = receive
         self._headers = headers
         self._reader: asyncio.Task[None] | None = None
-        self._on_gone: Callable[[], None] | None = None
+        self._on_gone: Callable[[], object] | None = None
         self._body_ended = False
         self.is_gone = False
 
@@ -85,7 +85,7 @@ class Incoming:
         if lengths and lengths[0].isdigit() and int(lengths[0]) > limit_bytes:
             raise _too_large(limit_bytes)
 
-    def watch(self, on_gone: Callable[[], None]) -> None:
+    def watch(self, on_gone: Callable[[], object]) -> None:
         """Call ``on_gone`` as soon as the connection ends; reads on until ``close``."""
         self._on_gone = on_gone
         if self._reader is None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 from agl_core.clock import Clock
@@ -49,29 +48,25 @@ class Prober:
         self._clock = clock
         self._registry = registry
         self._client = client
-        self._tasks: dict[tuple[str, str], asyncio.Task[None]] = {}
+        self._tasks: dict[asyncio.Task[None], ServerState] = {}
 
     def probe(self, states: list[ServerState], is_paused: Callable[[str], bool]) -> None:
         """Begin to probe servers; ``is_paused(policy)`` says when to leave one alone."""
         for state in states:
-            key = state.server.key
-            if key not in self._tasks:
+            if not any(probed is state for probed in self._tasks.values()):
+                state.probe_problem = "not yet probed"
                 task = asyncio.create_task(self._until_answered(state, is_paused))
-                self._tasks[key] = task
-                task.add_done_callback(partial(self._done, key))
-
-    def _done(self, key: tuple[str, str], _task: asyncio.Task[None]) -> None:
-        self._tasks.pop(key, None)
+                self._tasks[task] = state
+                task.add_done_callback(self._tasks.pop)
 
     async def close(self) -> None:
         """Stop probing."""
-        tasks = list(self._tasks.values())
+        tasks = list(self._tasks)
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _until_answered(self, state: ServerState, is_paused: Callable[[str], bool]) -> None:
-        state.probe_problem = "not yet probed"
         while any(known is state for known in self._registry.states):
             if not is_paused(state.server.policy):
                 problem, is_final = await self._ask(state)

@@ -125,25 +125,22 @@ class Registry:
         )
 
     def match(self, model: str | None) -> Match | None:
-        """What a model name stands for; None while nothing has ever been registered.
+        """What a model name stands for; None where nothing is registered that could tell.
 
         Raises:
             ModelNotFound: No model, policy, alias or alias pattern is called that, or no name was
-                given and there is more than one trained policy.
+                given and there is more than one policy that could be meant.
         """
-        if not self._known:
-            return None
-        if model is None:
-            trained = sorted(name for name, is_trained in self.policies.items() if is_trained)
-            if len(trained) == 1:
-                return Match(policy=trained[0], is_trained=True, model=None)
-            raise ModelNotFound(
-                f"the request names no model, and there are {len(trained)} policies",
-                hint=f"name one of: {', '.join(self.names())}",
-            )
-        found = self._known.get(model)
+        found = self._sole() if model is None else self._known.get(model)
         if found is not None:
             return found
+        if not self._states:
+            return None
+        if model is None:
+            raise ModelNotFound(
+                "the request names no model, and there is more than one policy",
+                hint=f"name one of: {', '.join(self.names())}",
+            )
         fitting = [pattern for pattern in self._patterns if fnmatch.fnmatchcase(model, pattern)]
         if fitting:
             return self._patterns[max(fitting, key=len)]
@@ -152,6 +149,15 @@ class Registry:
             hint=f"registered: {', '.join(self.names())}; give the server an alias, "
             "or the agent one of these names",
         )
+
+    def _sole(self) -> Match | None:
+        """What a request without a model means: the one trained policy, else the one there is."""
+        policies = self.policies
+        trained = [name for name, is_trained in policies.items() if is_trained]
+        meant = trained or list(policies)
+        if len(meant) != 1:
+            return None
+        return Match(policy=meant[0], is_trained=policies[meant[0]], model=None)
 
     def names(self) -> list[str]:
         """Every name that a request may use."""
@@ -194,6 +200,9 @@ class Registry:
         """Count a call in; give the state back to ``end``, whatever is registered by then."""
         state = self._states[key]
         state.inflight += 1
+        if state.out_until is not None:
+            # One call tries it again; others do when that one has fared well, or after as long.
+            state.out_until = self._clock.monotonic() + self._settings.unhealthy_seconds
         return state
 
     def end(self, state: ServerState) -> None:
@@ -202,8 +211,12 @@ class Registry:
         if not state.inflight:
             self._retired.pop(state.server.key, None)
 
+    def answered(self, state: ServerState) -> None:
+        """The server has begun an answer as one that works does: it is taken in again."""
+        state.out_until = None
+
     def succeeded(self, state: ServerState) -> None:
-        """The server answered as one that works does (a 4xx of the agent's making counts too)."""
+        """The server gave a whole answer (a 4xx of the agent's making counts too)."""
         state.failures, state.out_until = 0, None
 
     def failed(self, state: ServerState) -> None:

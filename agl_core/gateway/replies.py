@@ -84,8 +84,8 @@ async def send_error(
 ) -> None:
     """Answer with an error of ours."""
     headers: list[Header] = [(b"content-type", b"application/json"), *extra]
-    if isinstance(error, Unavailable):
-        seconds = max(1, round(error.retry_after_seconds))
+    if isinstance(error, Unavailable) or error.status == 503:
+        seconds = max(1, round(getattr(error, "retry_after_seconds", 1.0)))
         headers.append((b"retry-after", str(seconds).encode()))
     if error.status in (408, 413):
         headers.append((b"connection", b"close"))

@@ -65,6 +65,11 @@ class EventSplitter:
         return rest
 
 
+def whole_events(data: bytes) -> bytes:
+    """Return the bytes up to the end of the last whole event."""
+    return b"".join(EventSplitter().feed(data))
+
+
 def ends_event(data: bytes) -> bool:
     """Tell whether bytes end with a blank line, so that a new event can follow."""
     return data.endswith((b"\n\n", b"\r\n\r\n", b"\r\r"))
