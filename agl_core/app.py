@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any, Self, cast
 
-from attrs import define, frozen
+from attrs import define, field, frozen
 from quart import Quart
 
 from agl_core.api import register
 from agl_core.auth import Authority
 from agl_core.clock import Clock, SystemClock
 from agl_core.config import RawConfig, build_settings, enabled_plugins, read_config
-from agl_core.errors import AglError, HookError
+from agl_core.errors import ConfigError, HookError, PluginNotFound
 from agl_core.feed import ChangeFeed
 from agl_core.gateway.control import Gateway
 from agl_core.interfaces import AsgiApp, AsgiServer, Store
@@ -22,6 +23,7 @@ from agl_core.plugin_manager import (
     InstalledPlugin,
     LoadedPlugin,
     Plugins,
+    config_class,
     installed_plugins,
     load_plugin_class,
     make_plugin,
@@ -37,6 +39,7 @@ class Loaded:
     settings: Settings
     plugins: Plugins
     installed: Mapping[str, InstalledPlugin]
+    raw: RawConfig = field(factory=RawConfig)
 
 
 def load(raw: RawConfig, installed: Mapping[str, InstalledPlugin] | None = None) -> Loaded:
@@ -47,14 +50,19 @@ def load(raw: RawConfig, installed: Mapping[str, InstalledPlugin] | None = None)
         PluginError: A plugin is unknown, broken, or in conflict with another.
     """
     known = installed_plugins() if installed is None else installed
-    classes = {name: load_plugin_class(name, known) for name in enabled_plugins(raw)}
-    configs = {name: getattr(kind, "Config", None) for name, kind in classes.items()}
+    try:
+        enabled = enabled_plugins(raw)
+    except ConfigError:
+        build_settings(raw, {}, known)  # so that the other tables' faults are said with it
+        raise
+    classes = {name: load_plugin_class(name, known) for name in enabled}
+    configs = {name: config_class(kind) for name, kind in classes.items()}
     settings = build_settings(raw, configs, known)
     made = [
         make_plugin(name, kind, settings.plugins.tables.get(name), known)
         for name, kind in classes.items()
     ]
-    return Loaded(settings=settings, plugins=Plugins(made), installed=known)
+    return Loaded(settings=settings, plugins=Plugins(made), installed=known, raw=raw)
 
 
 def load_file(path: Path | None) -> Loaded:
@@ -63,16 +71,25 @@ def load_file(path: Path | None) -> Loaded:
 
 
 def load_asgi_server(loaded: Loaded) -> AsgiServer:
-    """The server that ``server.use`` names; its plugin need not be enabled."""
+    """The server that ``server.use`` names; its plugin need not be enabled.
+
+    Raises:
+        ConfigError: The plugin's table is wrong.
+        PluginError: The plugin is unknown, broken, or no server.
+    """
     name = loaded.settings.server.use
-    for plugin in loaded.plugins.loaded:
-        if plugin.name == name:
-            return Plugins([plugin]).provide_asgi_server()
-    kind = load_plugin_class(name, loaded.installed)
-    config_class = getattr(kind, "Config", None)
-    config = config_class() if config_class is not None else None
-    plugin = make_plugin(name, kind, config, loaded.installed)
-    return Plugins([plugin]).provide_asgi_server()
+    plugin = next((p for p in loaded.plugins.loaded if p.name == name), None)
+    if plugin is None:
+        kind = load_plugin_class(name, loaded.installed)
+        settings = build_settings(loaded.raw, {name: config_class(kind)}, loaded.installed)
+        plugin = make_plugin(name, kind, settings.plugins.tables.get(name), loaded.installed)
+    plugins = Plugins([plugin])
+    if "provide_asgi_server" not in plugins.hooks_of(name):
+        raise PluginNotFound(
+            f"server.use names plugin {name!r}, which provides no server",
+            hint="'agl plugins' lists what each does; the built-in server is 'hypercorn'",
+        )
+    return plugins.provide_asgi_server()
 
 
 @define
@@ -144,26 +161,25 @@ def create_app(loaded: Loaded, clock: Clock | None = None) -> Service:
 
 def _register_plugin_routes(web: Quart, plugins: Plugins) -> None:
     """Let plugins add routes; a path and method that exists already stops the start."""
-    core = list(web.url_map.iter_rules())
-    try:
-        plugins.register_routes(cast("Any", web))
-    except AglError:
-        raise
-    except Exception as exc:
-        raise HookError(f"register_routes failed: {type(exc).__name__}: {exc}") from exc
-    seen = {pair for rule in core for pair in _served(rule)}
-    for rule in web.url_map.iter_rules():
-        if any(rule is known for known in core):
-            continue
-        for path, method in _served(rule):
-            if (path, method) in seen:
-                raise HookError(f"a plugin serves {method} {path}, which is served already")
-            seen.add((path, method))
+    known = list(web.url_map.iter_rules())
+    served = {pair for rule in known for pair in _served(rule)}
+    for name in plugins.register_routes(cast("Any", web)):
+        new = [rule for rule in web.url_map.iter_rules() if not any(rule is old for old in known)]
+        for rule in new:
+            for pair in _served(rule):
+                if pair in served:
+                    raise HookError(
+                        f"plugin {name!r} serves {pair[1]} {rule.rule}, which is served already"
+                    )
+                served.add(pair)
+        known += new
 
 
 def _served(rule: Any) -> list[tuple[str, str]]:
+    """What a rule answers to; two names for the same variable part are the same path."""
+    path = re.sub(r"<[^>]*>", "<>", rule.rule)
     methods = set(rule.methods or ()) - {"HEAD", "OPTIONS"}
-    return [(rule.rule, method) for method in sorted(methods)]
+    return [(path, method) for method in sorted(methods)]
 
 
 def describe_plugins(loaded: Sequence[LoadedPlugin]) -> list[dict[str, Any]]:

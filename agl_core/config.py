@@ -1,26 +1,47 @@
 """``agl.toml`` and the environment to ``Settings``: every fault at once, with file, line and key.
 
 Order of precedence: environment (``AGL__SERVER__PORT=9000``), file, defaults. A variable's value is
-read as a TOML value, else taken as text; for a secret the value is the secret.
+read as a TOML value, else taken as text; for a secret the value is the secret. TOML has no null, so
+a key that may have no value is switched off by writing ``"none"``.
 """
 
 from __future__ import annotations
 
+import collections.abc
 import os
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, get_args, get_type_hints
+from types import NoneType, UnionType
+from typing import Any, Union, get_args, get_origin, get_type_hints
 
 import attrs
 import tomli
 
 from agl_core.errors import ConfigError
-from agl_core.settings import TABLES, Secret, Settings
-from agl_core.wire import make_converter, problems_of, unknown_key
+from agl_core.settings import TABLES, Secret, ServerSettings, Settings
+from agl_core.wire import dotted, make_converter, problems_of, unknown_key
+
+# Plugins take from here what their settings are made of; agl_core.settings is the core's own.
+__all__ = [
+    "DEFAULT_FILE",
+    "ENVIRONMENT_PREFIX",
+    "NO_VALUE",
+    "Problems",
+    "RawConfig",
+    "Secret",
+    "ServerSettings",
+    "Settings",
+    "build_settings",
+    "enabled_plugins",
+    "find_file",
+    "read_config",
+    "structure_table",
+]
 
 ENVIRONMENT_PREFIX = "AGL__"
 DEFAULT_FILE = "agl.toml"
+NO_VALUE = "none"
 _HEADER = re.compile(r"^\s*\[{1,2}\s*([^\[\]]+?)\s*\]{1,2}\s*(#.*)?$")
 _PART = r"""(?:[A-Za-z0-9_-]+|"[^"]*"|'[^']*')"""
 _KEY = re.compile(rf"^\s*({_PART}(?:\s*\.\s*{_PART})*)\s*=")
@@ -33,11 +54,12 @@ class RawConfig:
     """Tables as they were written, and where each key stands."""
 
     name: str = "the defaults"
-    tables: Mapping[str, Any] = attrs.field(factory=dict)
+    tables: Mapping[str, Any] = attrs.field(factory=dict, repr=False)
     lines: Mapping[Path_, int] = attrs.field(factory=dict)
     variables: Mapping[Path_, str] = attrs.field(factory=dict)
-    """Keys that came from the environment, with the variable's name."""
+    """Keys that came from the environment or an option, with the name of that."""
     folder: Path = attrs.field(factory=Path.cwd)
+    environ: Mapping[str, str] = attrs.field(factory=lambda: os.environ, repr=False)
 
     def where(self, path: Path_) -> str:
         """What a message about a key begins with: variable, or file and line."""
@@ -58,8 +80,17 @@ def find_file(explicit: str | None, environ: Mapping[str, str] | None = None) ->
     return default if default.exists() else None
 
 
-def read_config(path: Path | None, environ: Mapping[str, str] | None = None) -> RawConfig:
+def read_config(
+    path: Path | None,
+    environ: Mapping[str, str] | None = None,
+    options: Mapping[Path_, tuple[str, str]] | None = None,
+) -> RawConfig:
     """Read a file and the environment without judging the keys.
+
+    Args:
+        path: The file; None: there is none.
+        environ: Instead of the process's own.
+        options: What the command line sets: the key, the option's name and its text.
 
     Raises:
         ConfigError: The file cannot be read or is no TOML.
@@ -87,22 +118,30 @@ def read_config(path: Path | None, environ: Mapping[str, str] | None = None) -> 
     variables: dict[Path_, str] = {}
     for variable, value in sorted(environ.items()):
         if variable.upper().startswith(ENVIRONMENT_PREFIX):
-            _set_variable(tables, variables, variable, value)
-    return RawConfig(name=name, tables=tables, lines=lines, variables=variables, folder=folder)
+            key = tuple(variable[len(ENVIRONMENT_PREFIX) :].lower().split("__"))
+            _override(tables, key, value)
+            variables[key] = variable
+    for key, (option, value) in (options or {}).items():
+        _override(tables, key, value)
+        variables[key] = option
+    return RawConfig(
+        name=name,
+        tables=tables,
+        lines=lines,
+        variables=variables,
+        folder=folder,
+        environ=environ,
+    )
 
 
-def _set_variable(
-    tables: dict[str, Any], variables: dict[Path_, str], variable: str, value: str
-) -> None:
-    path = tuple(variable[len(ENVIRONMENT_PREFIX) :].lower().split("__"))
+def _override(tables: dict[str, Any], path: Path_, value: str) -> None:
     at = tables
     for part in path[:-1]:
-        inner = at.get(part)
+        inner = at.setdefault(part, {})
         if not isinstance(inner, dict):
-            inner = at[part] = {}
+            return  # no table where one must be: that is said when the settings are made
         at = inner
     at[path[-1]] = _EnvironmentText(value)
-    variables[path] = variable
 
 
 class _EnvironmentText(str):
@@ -112,9 +151,10 @@ class _EnvironmentText(str):
 
     def as_toml(self) -> Any:
         try:
-            return tomli.loads(f"value = {self}")["value"]
-        except (tomli.TOMLDecodeError, KeyError):
+            read = tomli.loads(f"value = {self}")
+        except tomli.TOMLDecodeError:
             return str(self)
+        return read["value"] if len(read) == 1 else str(self)
 
 
 def _line_numbers(text: str) -> Iterator[tuple[Path_, int]]:
@@ -179,7 +219,7 @@ class Problems:
     def add(self, path: Path_, message: str, *, key: str | None = None) -> None:
         """Note a fault of the table or key at ``path``; ``key`` places it more exactly."""
         where = self._raw.where((*path, key) if key else path)
-        table = ".".join(path)
+        table = dotted(path)
         self.lines.append(f"{where}: {table}: {message}" if table else f"{where}: {message}")
 
     def raise_any(self) -> None:
@@ -266,51 +306,70 @@ def structure_table(
 ) -> Any:
     """One table as its attrs class, or None when ``problems`` were added."""
     if not isinstance(table, Mapping):
-        problems.add(path, f"must be a table, not {table!r}")
+        # Without the value: where a whole table is misplaced it may well be a secret.
+        problems.add(path, f"must be a table, not {_type_name(table)}")
         return None
     converter = make_converter(json_integers=False)
     converter.register_structure_hook(Secret, lambda value, _: _secret(raw, value))
     try:
-        return converter.structure(_read_environment(table, kind), kind)
+        return converter.structure(_read_table(table, kind), kind)
     except Exception as exc:
         for problem in problems_of(exc):
             where = (*path, *problem.path)
-            quoted = re.match(r"(?:unknown key )?'(\w+)'", problem.message)
-            if quoted and not problem.path:
-                problems.add(path, problem.message, key=quoted[1])
-            elif "unknown key" in problem.message:
+            if problem.message.startswith("unknown key"):
                 problems.add(where[:-1], problem.message, key=where[-1])
-            else:
-                problems.add(where, problem.message)
+                continue
+            quoted = re.match(r"'(\w+)'", problem.message)  # what a validator says of its field
+            problems.add(where, problem.message, key=quoted[1] if quoted else None)
         return None
 
 
-def _read_environment(table: Mapping[str, Any], kind: type[Any]) -> dict[str, Any]:
-    """Read variables' text: as it stands for text and secrets, else as TOML."""
-    types = get_type_hints(kind) if attrs.has(kind) else {}
-    read: dict[str, Any] = {}
-    for key, value in table.items():
-        expected = types.get(key)
-        kinds = {expected, *get_args(expected)}
-        if isinstance(value, _EnvironmentText):
-            if Secret in kinds and "tuple" not in str(expected):
-                read[key] = Secret(str(value))
-            elif str in kinds and "tuple" not in str(expected):
-                read[key] = str(value)
-            else:
-                read[key] = value.as_toml()
-        elif isinstance(value, Mapping) and isinstance(expected, type) and attrs.has(expected):
-            read[key] = _read_environment(value, expected)
-        elif isinstance(value, Mapping):
-            read[key] = {
-                name: (Secret(str(v)) if Secret in kinds else v.as_toml())
-                if isinstance(v, _EnvironmentText)
-                else v
-                for name, v in value.items()
-            }
-        else:
-            read[key] = value
-    return read
+def _type_name(value: Any) -> str:
+    if isinstance(value, str):
+        return "text"
+    return {list: "a list", bool: "true or false"}.get(type(value), "a number")
+
+
+def _read_table(table: Mapping[str, Any], kind: Any) -> dict[str, Any]:
+    """Read variables' text by the types of the fields it is for, and ``"none"`` as no value."""
+    types = get_type_hints(kind)
+    return {key: _read_value(value, types.get(key, Any)) for key, value in table.items()}
+
+
+def _read_value(value: Any, expected: Any) -> Any:
+    is_union = get_origin(expected) in (Union, UnionType)
+    kinds = get_args(expected) if is_union else (expected,)
+    if isinstance(value, _EnvironmentText):
+        if Secret in kinds:
+            return Secret(str(value))
+        if any(get_origin(kind) is tuple and Secret in get_args(kind) for kind in kinds):
+            listed = value.as_toml()
+            several = listed if isinstance(listed, list) else [str(value)]
+            return [Secret(one) if isinstance(one, str) else one for one in several]
+        if NoneType in kinds and value == NO_VALUE:
+            return None
+        return str(value) if str in kinds else value.as_toml()
+    if isinstance(value, str) and value == NO_VALUE and NoneType in kinds:
+        return None
+    for kind in kinds:
+        if isinstance(value, Mapping):
+            if attrs.has(kind):
+                return _read_table(value, kind)
+            if get_origin(kind) in (dict, collections.abc.Mapping):
+                of_values = get_args(kind)[1]
+                return {key: _read_value(item, of_values) for key, item in value.items()}
+        elif Secret in get_args(kind) and not isinstance(value, list):
+            return Secret(str(value))  # a secret in the wrong place is not shown by the fault
+    return _plain(value)
+
+
+def _plain(value: Any) -> Any:
+    """Text of the environment within what nothing is known of."""
+    if isinstance(value, _EnvironmentText):
+        return value.as_toml()
+    if isinstance(value, Mapping):
+        return {key: _plain(item) for key, item in value.items()}
+    return value
 
 
 def _secret(raw: RawConfig, value: Any) -> Secret:
@@ -318,13 +377,15 @@ def _secret(raw: RawConfig, value: Any) -> Secret:
         text, source = value.reveal(), "the variable"
     elif isinstance(value, Mapping) and set(value) == {"env"}:
         source = f"environment variable {value['env']}"
-        text = os.environ.get(str(value["env"]), "")
+        text = raw.environ.get(str(value["env"]), "")
     elif isinstance(value, Mapping) and set(value) == {"file"}:
         source = f"file {value['file']}"
         try:
             text = (raw.folder / str(value["file"])).read_text("utf-8").strip()
         except OSError as exc:
             raise ValueError(f"{source} cannot be read: {exc.strerror}") from exc
+        except UnicodeDecodeError as exc:
+            raise ValueError(f"{source} is not UTF-8") from exc
     else:
         raise ValueError('a secret is written { env = "NAME" } or { file = "PATH" }')
     if not text:

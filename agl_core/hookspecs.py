@@ -106,7 +106,7 @@ class ServiceHooks:
     def provide_asgi_server(self) -> AsgiServer:
         """Return the server that runs the application.
 
-        Called:  once, when ``agl serve`` has bound its socket.
+        Called:  once, before ``agl serve`` binds its socket, and by ``agl config check``.
         Answers: exactly one; the plugin that ``server.use`` names is asked and no other.
         Errors:  raising stops the start.
         Since:   0.1

@@ -10,9 +10,10 @@ import difflib
 import importlib.metadata
 import inspect
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar, cast
 
+import attrs
 import pluggy
 from attrs import frozen
 
@@ -78,7 +79,10 @@ def installed_plugins(
             entry_point=entry,
         )
         other = found.get(entry.name)
-        if other is not None and other.entry_point.value != entry.value:
+        if other is not None and (
+            _normal(other.distribution) != _normal(plugin.distribution)
+            or other.entry_point.value != entry.value
+        ):
             raise PluginConflict(
                 f"plugin {entry.name!r} is offered by {other.origin} and by {plugin.origin}",
                 hint="uninstall one of them",
@@ -112,7 +116,19 @@ def load_plugin_class(name: str, installed: Mapping[str, InstalledPlugin]) -> ty
         ) from exc
     if not isinstance(loaded, type):
         raise PluginLoadError(f"plugin {name!r} of {plugin.origin} is no class")
+    config = config_class(loaded)
+    if config is not None and not (isinstance(config, type) and attrs.has(config)):
+        raise PluginLoadError(
+            f"Config of plugin {name!r} of {plugin.origin} is no attrs class",
+            hint="decorate it with attrs.frozen(kw_only=True), and give every field a default",
+        )
     return loaded
+
+
+def config_class(kind: type[Any]) -> type[Any] | None:
+    """The class of a plugin's table, or None where it has no settings."""
+    found: type[Any] | None = getattr(kind, "Config", None)
+    return found
 
 
 def missing_extra(distribution: str, module: str) -> str | None:
@@ -138,8 +154,9 @@ def _install_hint(plugin: InstalledPlugin, exc: Exception) -> str | None:
     if not isinstance(exc, ImportError) or exc.name is None:
         return None
     extra = missing_extra(plugin.distribution, exc.name)
-    wanted = f"{plugin.distribution}[{extra}]" if extra else exc.name
-    return f"pip install '{wanted}'"
+    if extra is None:
+        return f"the module {exc.name!r} is missing, or another version of it is needed"
+    return f"pip install '{plugin.distribution}[{extra}]'"
 
 
 @frozen(kw_only=True)
@@ -161,7 +178,7 @@ def make_plugin(
     """
     origin = installed[name].origin if name in installed else kind.__module__
     try:
-        instance = kind(config) if getattr(kind, "Config", None) is not None else kind()
+        instance = kind(config) if config_class(kind) is not None else kind()
     except AglError:
         raise
     except Exception as exc:
@@ -190,22 +207,33 @@ class Plugins:
                 self._manager.register(plugin.instance, plugin.name)
             self._manager.check_pending()
         except pluggy.PluginValidationError as exc:
-            culprit = self._manager.get_name(exc.plugin) or "?"
-            known = ", ".join(sorted(n for n in vars(specs) if not n.startswith("_")))
+            culprit = next(plugin for plugin in self.loaded if plugin.instance is exc.plugin)
             raise HookError(
-                f"plugin {culprit!r} of {self._origin.get(culprit, '?')}: {exc}",
-                hint=f"the hooks are: {known}",
+                f"plugin {culprit.name!r} of {culprit.origin}: " + " ".join(str(exc).split()),
+                hint=f"the hooks are: {', '.join(_hook_names(specs))}",
             ) from exc
         for plugin in self.loaded:
-            self._refuse_odd_implementations(plugin)
+            self._refuse_odd_implementations(plugin, specs)
 
-    def _refuse_odd_implementations(self, plugin: LoadedPlugin) -> None:
+    def _refuse_odd_implementations(self, plugin: LoadedPlugin, specs: type) -> None:
+        forgotten = [
+            name
+            for name in _hook_names(specs)
+            if hasattr(plugin.instance, name) and name not in self.hooks_of(plugin.name)
+        ]
+        if forgotten:
+            raise HookError(
+                f"{forgotten[0]} of plugin {plugin.name!r} is not marked as a hook",
+                hint="decorate it with agl_core.hookspecs.hookimpl",
+            )
         for caller in self._manager.get_hookcallers(plugin.instance) or ():
             for implementation in caller.get_hookimpls():
                 if implementation.plugin is not plugin.instance:
                     continue
                 odd = None
-                if inspect.iscoroutinefunction(implementation.function):
+                if inspect.iscoroutinefunction(
+                    implementation.function
+                ) or inspect.isasyncgenfunction(implementation.function):
                     odd = "must be a plain function, not 'async def'"
                 elif implementation.hookwrapper or implementation.wrapper:
                     odd = "must not be a wrapper: hooks here hand over objects"
@@ -268,10 +296,10 @@ class Plugins:
         """The client's extensions with their plugins' names."""
         return self._all("provide_client_extension", ClientExtension)
 
-    def register_routes(self, app: WebApp) -> None:
-        """Let every plugin add its blueprints."""
-        for _ in self._ask("register_routes", may_be_none=True, app=app):
-            pass
+    def register_routes(self, app: WebApp) -> Iterator[str]:
+        """Let one plugin after the other add its blueprints; yields the name of each."""
+        for name, _ in self._ask("register_routes", may_be_none=True, app=app):
+            yield name
 
     def _one(self, hook: str, interface: type[T], **arguments: Any) -> T:
         found = self._all(hook, interface, **arguments)
@@ -315,10 +343,17 @@ class Plugins:
                     f"{type(exc).__name__}: {exc}"
                 ) from exc
             if answer is None and not may_be_none:
-                raise HookError(f"{hook} of plugin {name!r} returned nothing")
+                raise HookError(
+                    f"{hook} of plugin {name!r} of {self._origin.get(name, '?')} returned nothing"
+                )
             yield name, answer
 
     def _check(self, hook: str, name: str, answer: Any, interface: type[Any]) -> Any:
+        if isinstance(answer, type):
+            raise HookError(
+                f"{hook} of plugin {name!r} returned the class {answer.__name__}",
+                hint="return an object of it",
+            )
         lacking = [member for member in _members(interface) if not hasattr(answer, member)]
         if lacking:
             raise HookError(
@@ -327,6 +362,10 @@ class Plugins:
                 hint=f"it must be a {interface.__name__} of agl_core.interfaces",
             )
         return answer
+
+
+def _hook_names(specs: type) -> list[str]:
+    return sorted(name for name in vars(specs) if not name.startswith("_"))
 
 
 def _members(interface: type[Any]) -> list[str]:

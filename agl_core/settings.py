@@ -7,12 +7,11 @@ the names. ``config.py`` reads them.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 import attrs
 from attrs import field, frozen
-from attrs.validators import ge, gt, le, optional
-
+from attrs.validators import ge, gt, in_, le, optional
 
 _positive_or_none: Any = optional(gt(0.0))
 
@@ -87,6 +86,57 @@ class AuthSettings:
     """Whether agents may post rewards; false keeps a policy from grading itself."""
 
 
+SamplingPolicy = Literal["force", "default", "agent"]
+
+_POLICIES = ("force", "default", "agent")
+
+# Ranges as in vLLM's SamplingParams: what it would refuse is refused when the file is read.
+
+
+@frozen(kw_only=True)
+class ModeSampling:
+    """The sampling of one mode of rollouts; the defaults are the model's own distribution."""
+
+    policy: SamplingPolicy = field(default="force", validator=in_(_POLICIES))
+    """``force``: these values, whatever the agent says; ``default``: where it says nothing;
+    ``agent``: the agent's request stays as it is."""
+    temperature: float = field(default=1.0, validator=[ge(0), le(2)])
+    top_p: float = field(default=1.0, validator=[gt(0), le(1)])
+    top_k: int = field(default=0, validator=ge(-1))
+    """0 or -1: all tokens."""
+    min_p: float = field(default=0.0, validator=[ge(0), le(1)])
+    presence_penalty: float = field(default=0.0, validator=[ge(-2), le(2)])
+    frequency_penalty: float = field(default=0.0, validator=[ge(-2), le(2)])
+    repetition_penalty: float = field(default=1.0, validator=gt(0))
+
+
+@frozen(kw_only=True)
+class SamplingSettings:
+    """The sampling of calls to trained policies, by the mode of their rollout."""
+
+    train: ModeSampling = field(factory=ModeSampling)
+    val: ModeSampling = field(factory=lambda: ModeSampling(policy="default"))
+
+
+@frozen(kw_only=True)
+class RepeatSettings:
+    """How long and how much is kept for repeats."""
+
+    linger_seconds: float = field(default=0.6, validator=ge(0))
+    """How long a call goes on after its client left, where that client's repeat would be known:
+    beyond the first pause of common SDKs (0.5 s), and with the rest below a second."""
+    stall_seconds: float = field(default=2.0, validator=gt(0))
+    """A client that takes nothing for so long holds up nobody who joined its call."""
+    keep_seconds: float = field(default=120.0, validator=gt(0))
+    """How long an answer that nobody got is kept; SDKs wait up to a minute or so."""
+    idempotency_seconds: float = field(default=600.0, validator=gt(0))
+    """How long an answer is kept under an ``Idempotency-Key``, delivered or not."""
+    answer_bytes: int = field(default=4 * 2**20, validator=gt(0))
+    """A larger answer is not kept, and its call not joined once it is that far."""
+    total_bytes: int = field(default=256 * 2**20, validator=gt(0))
+    """All that is kept, of the calls in flight too; past it the oldest answer goes first."""
+
+
 @frozen(kw_only=True)
 class GatewaySettings:
     """The model proxy: limits, time-outs and retries."""
@@ -112,7 +162,7 @@ class GatewaySettings:
     calls_per_rollout: int = field(default=64, validator=gt(0))
     """Calls of one rollout at once."""
     heartbeat_seconds: float | None = field(default=15.0, validator=_positive_or_none)
-    """A quiet stream gets an SSE comment this often; null sends none."""
+    """A quiet stream gets an SSE comment this often; "none" sends none."""
     failures_to_unhealthy: int = field(default=3, validator=gt(0))
     """Failures in a row that take a server out."""
     unhealthy_seconds: float = field(default=10.0, validator=gt(0))
@@ -121,6 +171,12 @@ class GatewaySettings:
     """Ask each trained server for one token when it is registered: do ids and logprobs come?"""
     sink_queue: int = field(default=1000, validator=gt(0))
     """Events waiting for one capture sink; more are dropped, counted and logged."""
+    cut_answers_end: Literal["incomplete", "completed"] = "incomplete"
+    """How a Responses stream that hit its token limit ends; Codex gives up at "incomplete"."""
+    sampling: SamplingSettings = field(factory=SamplingSettings)
+    """``[gateway.sampling.train]`` and ``.val``: how trained policies are sampled."""
+    repeats: RepeatSettings = field(factory=RepeatSettings)
+    """``[gateway.repeats]``: what is kept for an SDK's repeat of a call."""
     credentials: Mapping[str, Secret] = field(factory=dict)
     """Keys sent to model servers, by the name that registrations use."""
 
@@ -138,7 +194,7 @@ class ControllerSettings:
     resync_seconds: float = field(default=60.0, validator=gt(0))
     """How often everything is compared with everything, whatever the feeds said."""
     timeout_seconds: float | None = field(default=None, validator=_positive_or_none)
-    """Running time of an attempt where the rollout does not say; null: no limit."""
+    """Running time of an attempt where the rollout does not say; "none": no limit."""
     stop_agents: bool = False
     """Whether stopping the controller ends what runs; else a new controller adopts it."""
 

@@ -71,7 +71,7 @@ def apply_patch(rollout: Rollout, patch: RolloutPatch, now: float) -> Rollout:
     Raises:
         VersionConflict: ``expected_version`` is not the present one.
         IllegalTransition: The status, or an attempt's phase, does not go there.
-        RolloutEnded: New attempts, an error or another succeeded attempt for a terminal rollout.
+        RolloutEnded: A running attempt or another succeeded attempt for a terminal rollout.
         Invalid: ``succeeded_attempt_id`` names no attempt, or goes without success.
     """
     if patch.expected_version is not None and patch.expected_version != rollout.version:

@@ -17,7 +17,13 @@ from typing import Any, TypeVar, get_args, get_origin
 import attrs
 import cattrs
 import msgspec
-from cattrs.errors import ClassValidationError, ForbiddenExtraKeysError, IterableValidationError
+from cattrs.errors import (
+    ClassValidationError,
+    ForbiddenExtraKeysError,
+    IterableValidationError,
+    IterableValidationNote,
+)
+from cattrs.gen import make_dict_structure_fn
 
 from agl_core.errors import BadJson, CursorExpired, Invalid
 from agl_core.records import Rollout, RolloutPage, Tombstone
@@ -52,7 +58,7 @@ def read_json(body: bytes, what: str = "the body") -> Any:
 
 @attrs.frozen
 class Problem:
-    """One fault of a value: where it stands, what is wrong, and whether a key is unknown."""
+    """One fault of a value: where it stands, and what is wrong."""
 
     path: tuple[str, ...]
     message: str
@@ -111,7 +117,7 @@ def _as_mapping(converter: cattrs.Converter) -> Callable[[Any, Any], Any]:
         of_values = get_args(kind)[1]
         if of_values is Any:
             return dict(value)
-        return {key: converter.structure(item, of_values) for key, item in value.items()}
+        return dict(_each(value.items(), lambda item: converter.structure(item, of_values), kind))
 
     return structure
 
@@ -121,9 +127,42 @@ def _as_tuple(converter: cattrs.Converter) -> Callable[[Any, Any], Any]:
         if not isinstance(value, list | tuple):
             raise TypeError(f"must be a list, not {_kind(value)}")
         item_type = get_args(kind)[0]
-        return tuple(converter.structure(item, item_type) for item in value)
+        made = _each(enumerate(value), lambda item: converter.structure(item, item_type), kind)
+        return tuple(item for _, item in made)
 
     return structure
+
+
+def _each(
+    items: Iterable[tuple[Any, Any]], make: Callable[[Any], Any], kind: Any
+) -> list[tuple[Any, Any]]:
+    """Make every item; the faults of all of them are raised together, each with its place."""
+    made: list[tuple[Any, Any]] = []
+    faults: list[Exception] = []
+    for place, item in items:
+        try:
+            made.append((place, make(item)))
+        except Exception as exc:
+            exc.add_note(IterableValidationNote(f"at {place!r}", place, kind))
+            faults.append(exc)
+    if faults:
+        raise IterableValidationError("items are wrong", faults, kind)
+    return made
+
+
+def _as_class(converter: cattrs.Converter, forbid_extra_keys: bool) -> Callable[[Any], Any]:
+    def factory(kind: Any) -> Callable[[Any, Any], Any]:
+        fill = make_dict_structure_fn(kind, converter, _cattrs_forbid_extra_keys=forbid_extra_keys)
+
+        def structure(value: Any, _type: Any) -> Any:
+            # cattrs would take a list or a text for an object without keys.
+            if not isinstance(value, Mapping):
+                raise TypeError(f"must be an object, not {_kind(value)}")
+            return fill(value, kind)
+
+        return structure
+
+    return factory
 
 
 def _is_mapping(kind: Any) -> bool:
@@ -151,6 +190,7 @@ def make_converter(*, forbid_extra_keys: bool = True, json_integers: bool) -> ca
         lambda kind: get_origin(kind) is not None and str(get_origin(kind)) == "typing.Literal",
         _as_literal,
     )
+    converter.register_structure_hook_factory(attrs.has, _as_class(converter, forbid_extra_keys))
     converter.register_structure_hook_func(_is_mapping, _as_mapping(converter))
     converter.register_structure_hook_func(_is_open_tuple, _as_tuple(converter))
     return converter
@@ -198,22 +238,27 @@ def _structure(converter: cattrs.Converter, value: Any, kind: type[T], where: st
         return converter.structure(value, kind)
     except Exception as exc:
         problems = [*problems_of(exc)]
-        lines = [f"{_dotted(where, problem.path)}: {problem.message}" for problem in problems]
+        lines = [f"{_where(where, problem.path)}: {problem.message}" for problem in problems]
         raise Invalid(
             "; ".join(lines),
             details={
                 "problems": [
-                    {"path": _dotted(where, p.path), "message": p.message} for p in problems
+                    {"path": _where(where, p.path), "message": p.message} for p in problems
                 ]
             },
         ) from exc
 
 
-def _dotted(where: str, path: Iterable[str]) -> str:
-    text = where
+def _where(where: str, path: Iterable[str]) -> str:
+    return dotted(path, where) or "the body"
+
+
+def dotted(path: Iterable[str], start: str = "") -> str:
+    """A path as people write it: ``rollouts[3].config.env``."""
+    text = start
     for part in path:
         text += part if part.startswith("[") else f".{part}" if text else part
-    return text or "the body"
+    return text
 
 
 def problems_of(exc: BaseException, path: tuple[str, ...] = ()) -> Iterable[Problem]:
@@ -227,7 +272,9 @@ def problems_of(exc: BaseException, path: tuple[str, ...] = ()) -> Iterable[Prob
     elif isinstance(exc, IterableValidationError):
         with_index, rest = exc.group_exceptions()
         for inner, index_note in with_index:
-            yield from problems_of(inner, (*path, f"[{index_note.index}]"))
+            place = index_note.index
+            part = f"[{place}]" if isinstance(place, int) else str(place)
+            yield from problems_of(inner, (*path, part))
         for inner in rest:
             yield from problems_of(inner, path)
     elif isinstance(exc, ForbiddenExtraKeysError):
@@ -263,6 +310,8 @@ def cursor_position(cursor: str, epoch: str) -> int:
     try:
         padded = cursor + "=" * (-len(cursor) % 4)
         of_epoch, _, position = base64.urlsafe_b64decode(padded.encode()).decode().rpartition(":")
+        if not (position.isascii() and position.isdecimal()):
+            raise ValueError("no place")
         place = int(position)
     except ValueError as exc:
         raise Invalid(f"{cursor!r} is no cursor", hint="use one that a list returned") from exc

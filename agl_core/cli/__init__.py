@@ -13,7 +13,7 @@ from typing import Any
 import click
 
 from agl_core import __version__
-from agl_core.errors import AglError, ConfigError
+from agl_core.errors import AglError, ConfigError, PluginLoadError
 
 COMMAND_GROUP = "agl.commands"
 _CORE = {
@@ -41,8 +41,7 @@ class Commands(click.Group):
             return found if isinstance(found, click.Command) else None
         for entry in _entry_points():
             if entry.name == cmd_name:
-                loaded = entry.load()
-                return loaded if isinstance(loaded, click.Command) else None
+                return _load(entry)
         return None
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
@@ -51,6 +50,17 @@ class Commands(click.Group):
         rows += [(entry.name, f"From {_package_of(entry)}.") for entry in _entry_points()]
         with formatter.section("Commands"):
             formatter.write_dl(sorted(rows))
+
+
+def _load(entry: importlib.metadata.EntryPoint) -> click.Command:
+    origin = f"the command {entry.name!r} of {entry.value}"
+    try:
+        loaded = entry.load()
+    except Exception as exc:
+        raise PluginLoadError(f"{origin} cannot be imported: {type(exc).__name__}: {exc}") from exc
+    if not isinstance(loaded, click.Command):
+        raise PluginLoadError(f"{origin} is no click command")
+    return loaded
 
 
 def _package_of(entry: importlib.metadata.EntryPoint) -> str:
@@ -70,13 +80,13 @@ def agl() -> None:
 def main() -> None:
     """Run ``agl``; errors of ours are told in a line or two, and the status is 1."""
     try:
-        agl.main(standalone_mode=False, prog_name="agl")
+        status = agl.main(standalone_mode=False, prog_name="agl")
+        if isinstance(status, int):  # click returns what ctx.exit() and Exit were given
+            sys.exit(status)
     except click.exceptions.Abort:
         sys.exit(130)
     except click.ClickException as exc:
         exc.show()
-        sys.exit(exc.exit_code)
-    except click.exceptions.Exit as exc:
         sys.exit(exc.exit_code)
     except AglError as exc:
         tell(exc)

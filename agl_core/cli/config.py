@@ -41,12 +41,13 @@ def init(path: Path, force: bool) -> None:
 @json_option
 def check(config_path: str | None, as_json: bool) -> None:
     """Say whether the configuration is right, or everything that is wrong with it."""
-    from agl_core.app import load_file
+    from agl_core.app import load_asgi_server, load_file
     from agl_core.errors import AglError, ConfigError
 
     path = config_path_of(config_path)
     try:
         loaded = load_file(path)
+        load_asgi_server(loaded)
     except AglError as exc:
         if not as_json:
             raise

@@ -53,5 +53,7 @@ def export(
                 for piece in pieces:
                     file.write(piece)
             partial.replace(output)
+        except OSError as exc:
+            raise click.FileError(str(output), hint=exc.strerror) from exc
         finally:
             partial.unlink(missing_ok=True)

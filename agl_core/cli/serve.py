@@ -51,6 +51,7 @@ def serve(
     loaded = app.load(_raw(path, host, port, insecure))
     service = app.create_app(loaded)
     server = app.load_asgi_server(loaded)
+    running.check_certificates(loaded.settings.server)
     sock = running.bind(loaded.settings)
     url = running.url_of(sock, loaded.settings)
     child = ControllerChild(path, url, loaded.settings, log_level) if with_runner else None
@@ -70,14 +71,14 @@ def serve(
 def _raw(path: Path | None, host: str | None, port: int | None, insecure: bool) -> Any:
     from agl_core.config import read_config
 
-    environ = dict(os.environ)
+    given: dict[tuple[str, ...], tuple[str, str]] = {}
     if host is not None:
-        environ["AGL__SERVER__HOST"] = host
+        given["server", "host"] = ("--host", host)
     if port is not None:
-        environ["AGL__SERVER__PORT"] = str(port)
+        given["server", "port"] = ("--port", str(port))
     if insecure:
-        environ["AGL__SERVER__INSECURE"] = "true"
-    return read_config(path, environ)
+        given["server", "insecure"] = ("--insecure", "true")
+    return read_config(path, options=given)
 
 
 def _run(main: Coroutine[Any, Any, None]) -> None:
@@ -181,10 +182,10 @@ def controller(
     set_up_logging(log_level)
     if exit_with_parent is not None:
         _die_with(exit_with_parent)
-    environ = dict(os.environ)
+    given: dict[tuple[str, ...], tuple[str, str]] = {}
     if url is not None:
-        environ["AGL__CONTROLLER__URL"] = url
-    loaded = app.load(read_config(config_path_of(config_path), environ))
+        given["controller", "url"] = ("--url", url)
+    loaded = app.load(read_config(config_path_of(config_path), options=given))
     with asyncio.Runner() as runner:
         runner.run(_control(loaded))
 

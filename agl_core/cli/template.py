@@ -11,6 +11,7 @@ from typing import Any
 
 import attrs
 
+from agl_core.config import NO_VALUE
 from agl_core.settings import TABLES, PluginsSettings, Secret, Settings
 
 
@@ -22,7 +23,7 @@ def commented_defaults() -> str:
     lines = [
         "# Every key has a default, and the lines below show them: uncomment what is to differ.",
         "# Environment variables override a key: AGL__SERVER__PORT=9000.",
-        '# A secret is written { env = "NAME" } or { file = "PATH" }.',
+        '# A secret is written { env = "NAME" } or { file = "PATH" }; "none" stands for no value.',
     ]
     for name, kind in TABLES.items():
         lines += ["", f"[{name}]", *_table_lines(kind, commented=True)]
@@ -52,11 +53,7 @@ def _values(table: Any) -> Iterator[str]:
     for field in attrs.fields(type(table)):
         value = getattr(table, field.name)
         if field.name != "tables":
-            yield f"{field.name} = {to_toml(value)}" if value is not None else _unset(field.name)
-
-
-def _unset(name: str) -> str:
-    return f"# {name} is not set"
+            yield f"{field.name} = {to_toml(value)}"
 
 
 def _table_lines(kind: type[Any], *, commented: bool) -> Iterator[str]:
@@ -68,18 +65,20 @@ def _table_lines(kind: type[Any], *, commented: bool) -> Iterator[str]:
         for line in textwrap.wrap(documents.get(field.name, ""), 96):
             yield f"# {line}"
         default: Any = field.default
+        if default is attrs.NOTHING:
+            yield f"# {field.name} has no default"
+            continue
         if hasattr(default, "factory"):
             default = default.factory()
-        shown = '{ env = "..." }' if default is None and "Secret" in str(field.type) else None
-        if default is None:
-            yield f"# {field.name} = {shown or '...'}"
-        else:
-            yield f"{mark}{field.name} = {to_toml(default)}"
+        yield f"{mark}{field.name} = {to_toml(default)}"
 
 
 def _attribute_docs(kind: type[Any]) -> dict[str, str]:
-    """The string below each attribute of a class."""
-    tree = ast.parse(textwrap.dedent(inspect.getsource(kind)))
+    """The string below each attribute of a class; none where its source is not at hand."""
+    try:
+        tree = ast.parse(textwrap.dedent(inspect.getsource(kind)))
+    except (OSError, TypeError, SyntaxError):
+        return {}
     body = tree.body[0].body if isinstance(tree.body[0], ast.ClassDef) else []
     found: dict[str, str] = {}
     for statement, following in itertools.pairwise(body):
@@ -95,7 +94,9 @@ def _attribute_docs(kind: type[Any]) -> dict[str, str]:
 
 
 def to_toml(value: Any) -> str:
-    """A value as TOML writes it; a secret as stars."""
+    """A value as TOML writes it, None as ``"none"``; a secret as stars."""
+    if value is None:
+        return f'"{NO_VALUE}"'
     if isinstance(value, Secret):
         return '"****"'
     if isinstance(value, bool):
@@ -104,7 +105,9 @@ def to_toml(value: Any) -> str:
         return repr(value)
     if isinstance(value, str):
         escaped = value.replace("\\", "\\\\").replace('"', '\\"')
-        return '"' + "".join(c if c.isprintable() else f"\\u{ord(c):04x}" for c in escaped) + '"'
+        return '"' + "".join(c if c.isprintable() else f"\\U{ord(c):08x}" for c in escaped) + '"'
+    if attrs.has(type(value)):
+        value = {field.name: getattr(value, field.name) for field in attrs.fields(type(value))}
     if isinstance(value, Mapping):
         pairs = ", ".join(f"{to_toml(key)} = {to_toml(item)}" for key, item in value.items())
         return f"{{ {pairs} }}" if pairs else "{}"

@@ -15,39 +15,6 @@ What becomes of a repeat, in this order:
 A sample belongs to one request, also among siblings with equal bodies: so each call is claimed by
 one repeat of each count.
 
-Wiring. ``incoming.Reply`` gets a way to put a lead between it and the server::
-
-    def through(self, wrap: Callable[[Send], Send]) -> None:
-        self._send = wrap(self._send)
-
-``front._call`` asks when the body is in, and serves a follower itself. With its raw ``send``, since
-the messages have all headers already; ``Unavailable`` goes the way of every ``AglError`` there::
-
-    key = call_key(rollout_id, attempt_id, method, path.below, query, headers, body)
-    part = repeats.open(key) if key is not None else None
-    if isinstance(part, Follower):
-        incoming.watch(part.leave)
-        try:
-            await part.relay(send)
-        finally:
-            part.leave()
-
-Else it makes the call. ``Call`` asks ``is_gone()`` in place of ``incoming.is_gone``: a failure must
-be told to those who joined::
-
-    call = Call(..., is_gone=lambda: part.is_forsaken if part else incoming.is_gone)
-    if part is None:
-        incoming.watch(lambda: call.kill("client_gone"))
-    else:
-        reply.through(part.through)
-        part.on_forsaken = lambda: call.kill("client_gone")
-        incoming.watch(part.client_left)
-    try:
-        await call.run()
-    finally:
-        if part is not None:
-            part.close()
-
 There is one ``Repeats`` in a service. ``forget`` is for a rollout's end, ``close`` for shutdown.
 """
 
@@ -60,35 +27,16 @@ from collections.abc import Callable, Coroutine, Sequence
 from hashlib import blake2b
 from typing import Any, Literal
 
-from attrs import field, frozen
-from attrs.validators import ge, gt
+from attrs import frozen
 
 from agl_core.clock import Clock
 from agl_core.gateway.broadcast import Broadcast, Follower, Message
 from agl_core.gateway.incoming import Header, Send
+from agl_core.settings import RepeatSettings
 
 __all__ = ["CallKey", "Follower", "Lead", "RepeatSettings", "Repeats", "call_key"]
 
 State = Literal["running", "kept", "spent", "dropped"]
-
-
-@frozen(kw_only=True)
-class RepeatSettings:
-    """How long and how much is kept for repeats."""
-
-    linger_seconds: float = field(default=0.6, validator=ge(0))
-    """How long a call goes on after its client left, where that client's repeat would be known:
-    beyond the first pause of common SDKs (0.5 s), and with the rest below a second."""
-    stall_seconds: float = field(default=2.0, validator=gt(0))
-    """A client that takes nothing for so long holds up nobody who joined its call."""
-    keep_seconds: float = field(default=120.0, validator=gt(0))
-    """How long an answer that nobody got is kept; SDKs wait up to a minute or so."""
-    idempotency_seconds: float = field(default=600.0, validator=gt(0))
-    """How long an answer is kept under an ``Idempotency-Key``, delivered or not."""
-    answer_bytes: int = field(default=4 * 2**20, validator=gt(0))
-    """A larger answer is not kept, and its call not joined once it is that far."""
-    total_bytes: int = field(default=256 * 2**20, validator=gt(0))
-    """All that is kept, of the calls in flight too; past it the oldest answer goes first."""
 
 
 @frozen(kw_only=True)

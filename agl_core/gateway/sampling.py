@@ -7,47 +7,14 @@ So every parameter is sent, neutral ones too: importance ratios need to know all
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Final, Literal
+from typing import Any, Final
 
 import attrs
-from attrs import field, frozen
-from attrs.validators import ge, gt, in_, le
 
 from agl_core.gateway.dialects import ParsedRequest
 from agl_core.gateway.dialects.base import as_flag
 from agl_core.records import Mode
-
-SamplingPolicy = Literal["force", "default", "agent"]
-
-_POLICIES: Final = ("force", "default", "agent")
-
-# Ranges as in vLLM's SamplingParams: what it would refuse is refused when the file is read.
-
-
-@frozen(kw_only=True)
-class ModeSampling:
-    """The sampling of one mode of rollouts; the defaults are the model's own distribution."""
-
-    policy: SamplingPolicy = field(default="force", validator=in_(_POLICIES))
-    """``force``: these values, whatever the agent says; ``default``: where it says nothing;
-    ``agent``: the agent's request stays as it is."""
-    temperature: float = field(default=1.0, validator=[ge(0), le(2)])
-    top_p: float = field(default=1.0, validator=[gt(0), le(1)])
-    top_k: int = field(default=0, validator=ge(-1))
-    """0 or -1: all tokens."""
-    min_p: float = field(default=0.0, validator=[ge(0), le(1)])
-    presence_penalty: float = field(default=0.0, validator=[ge(-2), le(2)])
-    frequency_penalty: float = field(default=0.0, validator=[ge(-2), le(2)])
-    repetition_penalty: float = field(default=1.0, validator=gt(0))
-
-
-@frozen(kw_only=True)
-class SamplingSettings:
-    """The sampling of calls to trained policies, by the mode of their rollout."""
-
-    train: ModeSampling = field(factory=ModeSampling)
-    val: ModeSampling = field(factory=lambda: ModeSampling(policy="default"))
-
+from agl_core.settings import ModeSampling, SamplingSettings
 
 PARAMETERS: Final = tuple(
     attribute.name for attribute in attrs.fields(ModeSampling) if attribute.name != "policy"

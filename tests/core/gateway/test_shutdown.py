@@ -111,7 +111,8 @@ async def test_open_stream_is_finished_within_the_grace(start: Start) -> None:
         poll = asyncio.create_task(
             service.client.get(f"{service.url}/api/rollouts?status=failed&wait=50")
         )
-        await service.client.get(f"{service.url}/healthz")
+        while "agl_api_waiters 1" not in (await service.client.get(f"{service.url}/metrics")).text:
+            pass
         service.process.send_signal(signal.SIGTERM)
         await service.until_line("shutting down")
         assert (await poll).status_code == 200
