@@ -20,6 +20,7 @@ Phase = Literal["running", "succeeded", "failed", "cancelled"]
 Reason = Literal["agent", "oom", "infra", "config", "timeout", "cancelled"]
 InputDelivery = Literal["env", "url", "file"]
 PauseMode = Literal["drain", "keep", "abort", "reject"]
+NativeApi = Literal["messages", "responses"]
 LogprobsMode = Literal["raw", "processed", "unknown"]
 
 TERMINAL: frozenset[str] = frozenset({"succeeded", "failed", "cancelled"})
@@ -246,6 +247,9 @@ class ModelServer:
     """Name of a credential in ``[gateway.credentials]``, never its value."""
     salt: bool = False
     """Whether requests carry ``cache_salt`` = policy@version."""
+    native: tuple[NativeApi, ...] = ()
+    """APIs that this server is asked in directly, though no tokens are captured there; else
+    they are translated to chat completions."""
 
     def __attrs_post_init__(self) -> None:
         if not self.policy:

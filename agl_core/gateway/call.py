@@ -21,15 +21,21 @@ from agl_core.errors import (
     UpstreamError,
     UpstreamTimeout,
 )
-from agl_core.gateway.capture import CallFacts, Recorder, as_event
+from agl_core.gateway.call_headers import call_headers, server_name
+from agl_core.gateway.call_limits import CallLimits
+from agl_core.gateway.capture import CallFacts, as_event
 from agl_core.gateway.dialects import Answer, AnswerTee, Dialect
 from agl_core.gateway.dialects.sse import whole_events
 from agl_core.gateway.forward import Connected, Forwarder, NoServer, Outbound
 from agl_core.gateway.gate import Gates
 from agl_core.gateway.incoming import Header, Incoming, Reply
+from agl_core.gateway.memory import ConversationMemory
+from agl_core.gateway.recorder import Recorder
 from agl_core.gateway.registry import Match, ModelNotFound, Registry
 from agl_core.gateway.replies import error_event, headers_to_agent, send_error
+from agl_core.gateway.timers import Heartbeat, TotalTimer
 from agl_core.gateway.upstream import UpstreamAnswer
+from agl_core.records import Rollout
 from agl_core.settings import GatewaySettings
 
 log = logging.getLogger(__name__)
@@ -66,6 +72,8 @@ class CallContext:
     gates: Gates
     forwarder: Forwarder
     recorder: Recorder
+    memory: ConversationMemory
+    limits: CallLimits
 
 
 @define(kw_only=True, eq=False)
@@ -74,10 +82,13 @@ class Call:
 
     context: CallContext
     facts: CallFacts
+    rollout: Rollout
     dialect: Dialect
     outbound: Callable[[Match], Outbound]
     incoming: Incoming
     reply: Reply
+    is_gone: Callable[[], bool]
+    """Whether nobody waits for the answer any more."""
     task: asyncio.Task[None] = field(factory=lambda: _current_task())
     killed: Killer | None = None
     policy: str | None = None
@@ -142,12 +153,14 @@ class Call:
                 lambda: bool(context.registry.candidates(match, frozenset())),
                 context.settings.hold_seconds,
             )
+            await context.limits.check(self.rollout, self.facts)
             context.gates.begin(match.policy)
             self._is_inflight = True
             timer = self._start_timer(match.policy)
             try:
                 connected = await context.forwarder.connect(self.outbound(match), self.facts)
                 try:
+                    self._name_server()
                     await self._relay(connected)
                     context.forwarder.note_end(connected)
                 except UpstreamError as exc:
@@ -172,12 +185,22 @@ class Call:
                 return match
             await context.gates.enter(None, lambda: False, context.settings.hold_seconds)
 
-    def _start_timer(self, policy: str) -> _TotalTimer:
+    def _start_timer(self, policy: str) -> TotalTimer:
         gates = self.context.gates
-        return _TotalTimer(
+        return TotalTimer(
             self.context.settings.total_seconds,
             lambda: gates.paused_seconds(policy),
             lambda: self.kill("timeout"),
+        )
+
+    def _name_server(self) -> None:
+        """Say in the answer's head what its record says: whose call it is and who answers it."""
+        facts = self.facts
+        name = server_name(facts.server) if facts.server is not None else None
+        self.reply.label(
+            call_headers(
+                facts.rollout_id, facts.attempt_id, facts.policy, facts.version_start, name
+            )
         )
 
     # The answer
@@ -188,9 +211,9 @@ class Call:
         content_type = next(
             (v.decode("latin-1") for n, v in answer.headers if n == b"content-type"), ""
         )
-        tee = self.dialect.open_answer(facts.parsed, facts.adjusted, answer.status, content_type)
+        tee = connected.outgoing.open_tee(answer.status, content_type)
         self._tee = tee
-        headers = headers_to_agent(answer.headers)
+        headers = headers_to_agent(answer.headers, tee.content_type)
         if connected.is_final_failure:
             headers.append((b"x-should-retry", b"false"))
         if tee.is_stream:
@@ -293,10 +316,10 @@ class Call:
 
     # A quiet stream gets comments, so that nothing between us and the agent cuts it
 
-    def _start_heartbeat(self, connected: Connected, headers: list[Header]) -> _Heartbeat:
+    def _start_heartbeat(self, connected: Connected, headers: list[Header]) -> Heartbeat:
         seconds = self.context.settings.heartbeat_seconds
         self._last_write = asyncio.get_running_loop().time()
-        return _Heartbeat(
+        return Heartbeat(
             seconds,
             lambda: self._last_write,
             lambda: self._send_comment(connected.answer.status, headers),
@@ -333,6 +356,9 @@ class Call:
             facts.version_end = context.registry.version_of(facts.server)
         draft = as_event(facts, answer, status, context.clock.monotonic())
         await context.recorder.record(facts.rollout_id, facts.attempt_id, draft)
+        context.limits.note(facts, answer)
+        if status == "ok" and self._tee is not None:
+            context.memory.note(facts.rollout_id, self._tee.generated, self._tee.remember)
 
     async def _record_quietly(self, status: str, error: AglError | None = None) -> None:
         """Write the event of a call that failed anyway; a failing store is logged."""
@@ -371,7 +397,7 @@ class Call:
         """Whether the agent has seen nothing of the call, and still wants it."""
         return (
             not self.reply.has_begun
-            and not self.incoming.is_gone
+            and not self.is_gone()
             and self._killed_meanwhile in (None, "paused")
         )
 
@@ -415,7 +441,7 @@ class Call:
 
     async def _fail(self, exc: AglError, *, is_final: bool = False) -> None:
         """Tell the agent of the failure, in whatever form its answer has taken so far."""
-        if self.incoming.is_gone:
+        if self.is_gone():
             return
         try:
             async with asyncio.timeout(_LAST_WORDS_SECONDS):
@@ -465,57 +491,3 @@ async def _let_end(answer: UpstreamAnswer, tee: AnswerTee) -> None:
                 tee.feed(data)
     except (TimeoutError, UpstreamError):
         pass  # the answer is whole, whatever becomes of its connection
-
-
-class _TotalTimer:
-    """Ends a call that takes too long; time in which its policy is paused does not count."""
-
-    def __init__(
-        self, seconds: float | None, paused: Callable[[], float], on_end: Callable[[], object]
-    ) -> None:
-        self._paused = paused
-        self._paused_before = paused()
-        self._on_end = on_end
-        self._handle = (
-            None if seconds is None else asyncio.get_running_loop().call_later(seconds, self._look)
-        )
-
-    def _look(self) -> None:
-        paused = self._paused()
-        grown = paused - self._paused_before
-        if grown > 0.001:
-            self._paused_before = paused
-            self._handle = asyncio.get_running_loop().call_later(grown, self._look)
-            return
-        self._on_end()
-
-    def cancel(self) -> None:
-        """The call has ended."""
-        if self._handle is not None:
-            self._handle.cancel()
-
-
-class _Heartbeat:
-    """Calls ``beat`` when nothing was written for a while; costs nothing per chunk."""
-
-    def __init__(
-        self, seconds: float | None, last_write: Callable[[], float], beat: Callable[[], None]
-    ) -> None:
-        self._seconds = seconds
-        self._last_write = last_write
-        self._beat = beat
-        self._loop = asyncio.get_running_loop()
-        self._handle = None if seconds is None else self._loop.call_later(seconds, self._look)
-
-    def _look(self) -> None:
-        assert self._seconds is not None
-        quiet = self._loop.time() - self._last_write()
-        if quiet + 0.001 >= self._seconds:
-            self._beat()
-            quiet = 0.0
-        self._handle = self._loop.call_later(self._seconds - quiet, self._look)
-
-    def cancel(self) -> None:
-        """The stream is over."""
-        if self._handle is not None:
-            self._handle.cancel()

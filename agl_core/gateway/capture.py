@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Mapping, Sequence
 from typing import Any
 
 from attrs import define, field
 
-from agl_core.clock import Clock
-from agl_core.errors import AglError, StoreError
+from agl_core.errors import AglError
 from agl_core.gateway.dialects import Answer, ParsedRequest
-from agl_core.interfaces import CaptureSink, Store
+from agl_core.gateway.reshape import Outgoing
+from agl_core.interfaces import CaptureSink
 from agl_core.records import Event, EventDraft, ModelServer
 from agl_core.wire import read_json
 
@@ -39,7 +38,10 @@ class CallFacts:
     server: ModelServer | None = None
     version_start: int | None = None
     version_end: int | None = None
-    adjusted: dict[str, Any] = field(factory=dict)
+    outgoing: Outgoing | None = None
+    """What went upstream, once something did."""
+    labels: dict[str, str] = field(factory=dict)
+    """Which conversation of the attempt it belongs to, as far as its headers tell."""
     http_status: int | None = None
     ttft_seconds: float | None = None
     retries: int = 0
@@ -49,7 +51,11 @@ class CallFacts:
 def as_event(facts: CallFacts, answer: Answer, status: str, now: float) -> EventDraft:
     """The ``model_request`` event of a call."""
     request = _request_of(facts.parsed)
-    sent = {**request, **facts.adjusted} if isinstance(request, dict) else {}
+    outgoing = facts.outgoing
+    translated = _request_of(outgoing.translated) if outgoing and outgoing.translated else None
+    adjusted = outgoing.adjusted if outgoing else {}
+    asked = request if translated is None else translated
+    sent = {**asked, **adjusted} if isinstance(asked, dict) else {}
     server = facts.server
     data: dict[str, Any] = {
         "api": facts.api,
@@ -63,7 +69,7 @@ def as_event(facts: CallFacts, answer: Answer, status: str, now: float) -> Event
         "version_start": facts.version_start,
         "version_end": facts.version_end,
         "request": request,
-        "adjusted": facts.adjusted,
+        "adjusted": adjusted,
         "response": answer.response,
         "choices": answer.choices,
         "sampling": {
@@ -77,6 +83,14 @@ def as_event(facts: CallFacts, answer: Answer, status: str, now: float) -> Event
         "ttft_ms": None if facts.ttft_seconds is None else round(facts.ttft_seconds * 1000, 3),
         "retries": facts.retries,
     }
+    if translated is not None:
+        data["sent"] = sent
+    if outgoing is not None and outgoing.normalised:
+        data["normalised"] = outgoing.normalised
+    if outgoing is not None and outgoing.is_constrained:
+        data["constrained"] = True
+    if facts.labels:
+        data["conversation"] = facts.labels
     error = facts.error if facts.error is not None else answer.error
     if error is not None:
         data["error"] = error
@@ -151,65 +165,3 @@ class SinkQueue:
             )
         self._worker.cancel()
         await asyncio.gather(self._worker, return_exceptions=True)
-
-
-class Recorder:
-    """Puts events into the store and hands them to the sinks."""
-
-    def __init__(self, store: Store, clock: Clock, sinks: Mapping[str, SinkQueue]) -> None:
-        self._store = store
-        self._clock = clock
-        self._sinks = sinks
-        self._pending: dict[str, set[asyncio.Task[tuple[Event, ...]]]] = {}
-        self.recorded: dict[str, int] = {}
-        """Calls by status."""
-
-    async def record(self, rollout_id: str, attempt_id: str, draft: EventDraft) -> None:
-        """Store one event. It is written even if the caller is cancelled meanwhile.
-
-        Raises:
-            StoreError: It could not be stored.
-            NotFound: The rollout was deleted.
-        """
-        writing = asyncio.ensure_future(self._append(rollout_id, attempt_id, draft))
-        pending = self._pending.setdefault(rollout_id, set())
-        pending.add(writing)
-        writing.add_done_callback(lambda task: self._written(rollout_id, task))
-        events = await asyncio.shield(writing)
-        status = str(draft.data["status"])
-        self.recorded[status] = self.recorded.get(status, 0) + 1
-        self.publish(events)
-
-    async def _append(
-        self, rollout_id: str, attempt_id: str, draft: EventDraft
-    ) -> tuple[Event, ...]:
-        try:
-            return await self._store.append_events(
-                rollout_id, attempt_id, [draft], timestamp=self._clock.now()
-            )
-        except AglError:
-            raise
-        except Exception as exc:
-            log.exception("the store failed", extra={"rollout_id": rollout_id})
-            raise StoreError(f"the store failed: {type(exc).__name__}: {exc}") from exc
-
-    def _written(self, rollout_id: str, task: asyncio.Task[tuple[Event, ...]]) -> None:
-        pending = self._pending.get(rollout_id)
-        if pending is not None:
-            pending.discard(task)
-            if not pending:
-                del self._pending[rollout_id]
-        if not task.cancelled():
-            task.exception()  # told to whoever waits in record(), if anybody still does
-
-    async def settled(self, rollout_id: str) -> None:
-        """Wait until what was accepted for a rollout so far has been written (read barrier)."""
-        pending = self._pending.get(rollout_id)
-        if pending:
-            await asyncio.wait(set(pending))
-
-    def publish(self, events: Sequence[Event]) -> None:
-        """Hand stored events to the sinks; never waits."""
-        for sink in self._sinks.values():
-            for event in events:
-                sink.put(event)

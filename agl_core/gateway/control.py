@@ -14,12 +14,17 @@ from agl_core.auth import Authority
 from agl_core.clock import Clock
 from agl_core.gateway.admit import Admission
 from agl_core.gateway.call import CallContext
-from agl_core.gateway.capture import Recorder, SinkQueue
+from agl_core.gateway.call_limits import CallLimits
+from agl_core.gateway.capture import SinkQueue
 from agl_core.gateway.forward import Forwarder
 from agl_core.gateway.front import GatewayFront
 from agl_core.gateway.gate import Gates, close_gates, open_gates, policies_meant
+from agl_core.gateway.memory import ConversationMemory
 from agl_core.gateway.probe import Prober
+from agl_core.gateway.recorder import Recorder
 from agl_core.gateway.registry import Registry
+from agl_core.gateway.repeats import Repeats
+from agl_core.gateway.reshape import RequestShaper
 from agl_core.gateway.upstream import PooledUpstreamClient, UpstreamClient
 from agl_core.interfaces import (
     AsgiApp,
@@ -31,7 +36,7 @@ from agl_core.interfaces import (
     Store,
 )
 from agl_core.records import Event, ModelServer, PauseMode
-from agl_core.settings import GatewaySettings
+from agl_core.settings import CaptureSettings, GatewaySettings
 from agl_core.wire import to_builtins
 
 log = logging.getLogger(__name__)
@@ -53,6 +58,7 @@ class Gateway:
         reshapers: Sequence[tuple[str, RequestReshaper]] = (),
         sinks: Sequence[tuple[str, CaptureSink]] = (),
         client: UpstreamClient | None = None,
+        capture: CaptureSettings | None = None,
     ) -> None:
         self._settings = settings
         self._clock = clock
@@ -65,9 +71,13 @@ class Gateway:
         self._registry = Registry(settings, clock)
         self._gates = Gates(clock)
         self._prober = Prober(settings, clock, self._registry, self._client)
-        self._recorder = Recorder(store, clock, self._sinks)
+        self._recorder = Recorder(store, clock, self._sinks, capture)
+        self._memory = ConversationMemory()
+        self._limits = CallLimits(store)
+        self._repeats = Repeats(settings.repeats, clock)
+        shaper = RequestShaper(settings.sampling, reshapers, self._memory)
         self._forwarder = Forwarder(
-            settings, clock, self._registry, self._gates, self._client, resolvers, reshapers
+            settings, clock, self._registry, self._gates, self._client, resolvers, shaper
         )
         self._front: GatewayFront | None = None
         self._refresh_lock = asyncio.Lock()
@@ -89,8 +99,10 @@ class Gateway:
             gates=self._gates,
             forwarder=self._forwarder,
             recorder=self._recorder,
+            memory=self._memory,
+            limits=self._limits,
         )
-        self._front = GatewayFront(behind, admission, context)
+        self._front = GatewayFront(behind, admission, context, self._repeats)
         return self._front
 
     async def __aenter__(self) -> Self:
@@ -100,7 +112,9 @@ class Gateway:
                 await stack.enter_async_context(sink)
                 self._sinks[name].start()
                 stack.push_async_callback(self._sinks[name].stop, _SINK_STOP_SECONDS)
+            await stack.enter_async_context(self._recorder)
             stack.push_async_callback(self._prober.close)
+            stack.push_async_callback(self._repeats.close)
             stack.callback(self._store.on_change(self._on_change))
             await self.registry_changed()
             self._stack = stack.pop_all()
@@ -130,6 +144,9 @@ class Gateway:
         elif change.is_end and change.rollout_id is not None:
             for _, resolver in self._resolvers:
                 resolver.forget(change.rollout_id)
+            self._memory.forget(change.rollout_id)
+            self._limits.forget(change.rollout_id)
+            self._repeats.forget(change.rollout_id)
 
     async def _refresh_logged(self) -> None:
         try:
@@ -252,6 +269,7 @@ class Gateway:
                 for name in ("inflight", "held", "paused_seconds")
             )
             rows.append(("agl_gateway_paused", {"policy": policy}, float(values["paused"])))
+        rows += self._recorder.metrics()
         for name, sink in self._sinks.items():
             rows.append(("agl_sink_dropped_total", {"sink": name}, sink.dropped))
             rows.append(("agl_sink_failed_total", {"sink": name}, sink.failed))

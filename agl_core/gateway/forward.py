@@ -5,20 +5,19 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
-import msgspec
 from attrs import define, frozen
 
 from agl_core.clock import Clock
-from agl_core.errors import AglError, UpstreamError, UpstreamTimeout
+from agl_core.errors import UpstreamError, UpstreamTimeout
 from agl_core.gateway.capture import CallFacts
-from agl_core.gateway.dialects import Dialect, Reshaped
+from agl_core.gateway.dialects import Dialect
 from agl_core.gateway.gate import Gates
 from agl_core.gateway.incoming import Header
 from agl_core.gateway.registry import Match, Registry, ServerKey, ServerState
 from agl_core.gateway.replies import headers_upstream
+from agl_core.gateway.reshape import Outgoing, RequestShaper, RouteError
 from agl_core.gateway.upstream import (
     Timeouts,
     UpstreamAnswer,
@@ -29,8 +28,6 @@ from agl_core.gateway.upstream import (
     upstream_url,
 )
 from agl_core.interfaces import (
-    RequestReshaper,
-    ReshapeRequest,
     Route,
     RouteRequest,
     RouteResolver,
@@ -46,13 +43,6 @@ _LONGEST_RETRY_AFTER_SECONDS = 10.0
 
 class NoServer(Exception):
     """Every server of the policy is gone: the call goes back to the gate and waits."""
-
-
-class RouteError(AglError):
-    """No resolver could pick a server, or one failed."""
-
-    default_code = "no_route"
-    default_status = 502
 
 
 @frozen(kw_only=True)
@@ -76,7 +66,7 @@ class Connected:
 
     answer: UpstreamAnswer
     state: ServerState
-    reshaped: Reshaped
+    outgoing: Outgoing
     is_final_failure: bool = False
     """It was tried again in vain: its status asks for a retry, and there are none left."""
 
@@ -96,7 +86,7 @@ class Forwarder:
         gates: Gates,
         client: UpstreamClient,
         resolvers: Sequence[tuple[str, RouteResolver]],
-        reshapers: Sequence[tuple[str, RequestReshaper]],
+        shaper: RequestShaper,
     ) -> None:
         self._settings = settings
         self._clock = clock
@@ -104,7 +94,7 @@ class Forwarder:
         self._gates = gates
         self._client = client
         self._resolvers = resolvers
-        self._reshapers = reshapers
+        self._shaper = shaper
         self._jitter = random.Random()
         self.retries = 0
         """Tries after the first, of all calls."""
@@ -229,15 +219,29 @@ class Forwarder:
     async def _try(
         self, out: Outbound, facts: CallFacts, route: Route, state: ServerState
     ) -> Connected:
-        reshaped = self._reshape(out, facts, route)
-        facts.adjusted = reshaped.adjusted
+        outgoing = self._shaper.shape(
+            out.dialect,
+            out.path,
+            facts.parsed,
+            route=route,
+            version=self._registry.version_of(route.server),
+            context_tokens=state.context_tokens,
+            rollout=out.rollout,
+            attempt_id=out.attempt_id,
+        )
+        facts.outgoing = outgoing
         credential = self._credential(route.server)
-        path = f"/{out.path}?{out.query}" if out.query else f"/{out.path}"
+        path = f"/{outgoing.path}"
+        if out.query and outgoing.translated is None:
+            path += f"?{out.query}"
+        endpoint = route.server.endpoint
+        if outgoing.is_at_root:
+            endpoint = endpoint.removesuffix("/v1")
         request = UpstreamRequest(
             method=out.method,
-            url=upstream_url(route.server.endpoint, path),
+            url=upstream_url(endpoint, path),
             headers=headers_upstream(out.headers, credential),
-            body=reshaped.body,
+            body=outgoing.body,
         )
         loop = asyncio.get_running_loop()
         policy, gates = out.match.policy, self._gates
@@ -248,7 +252,7 @@ class Forwarder:
             now=lambda: loop.time() - gates.paused_seconds(policy),
         )
         answer = await self._client.open(request, timeouts=timeouts)
-        return Connected(answer, state, reshaped)
+        return Connected(answer, state, outgoing)
 
     def _credential(self, server: ModelServer) -> str | None:
         if server.credential is None:
@@ -261,40 +265,6 @@ class Forwarder:
                 hint="add it to [gateway.credentials]",
             )
         return secret.reveal()
-
-    def _reshape(self, out: Outbound, facts: CallFacts, route: Route) -> Reshaped:
-        parsed, server = facts.parsed, route.server
-        changes: dict[str, Any] = {}
-        if parsed.fields is not None:
-            if out.dialect.api != "other" or parsed.model is not None:
-                changes["model"] = server.upstream_model
-            if server.trained:
-                changes.update(out.dialect.capture_changes(parsed))
-            if server.salt and out.dialect.api != "other":
-                version = self._registry.version_of(server)
-                changes["cache_salt"] = f"{server.policy}@{version}"
-            changes.update(route.changes)
-            if self._reshapers:
-                request = ReshapeRequest(
-                    rollout=out.rollout,
-                    attempt_id=out.attempt_id,
-                    server=server,
-                    api=out.dialect.api,
-                    fields=_decoded(parsed.fields),
-                )
-                for name, reshaper in self._reshapers:
-                    try:
-                        changes.update(reshaper.reshape(request))
-                    except Exception as exc:
-                        log.exception("request reshaper failed", extra={"plugin": name})
-                        raise RouteError(
-                            f"request reshaper {name!r} failed: {type(exc).__name__}: {exc}"
-                        ) from exc
-        return out.dialect.reshape(parsed, changes)
-
-
-def _decoded(fields: Mapping[str, msgspec.Raw]) -> dict[str, Any]:
-    return {name: msgspec.json.decode(raw) for name, raw in fields.items()}
 
 
 def _is_passing(status: int) -> bool:

@@ -9,13 +9,18 @@ from typing import Any
 
 from agl_core.errors import AglError, BadRequest
 from agl_core.gateway.admit import Admission, Admitted, as_agl_error
+from agl_core.gateway.broadcast import Follower
 from agl_core.gateway.call import Call, CallContext, Killer
+from agl_core.gateway.call_headers import call_headers
 from agl_core.gateway.capture import CallFacts
 from agl_core.gateway.dialects import dialect_for
+from agl_core.gateway.dialects.labels import labels_of
 from agl_core.gateway.forward import Outbound
 from agl_core.gateway.incoming import ClientGone, Header, Incoming, Receive, Reply, Send
-from agl_core.gateway.paths import ProxyPath, proxy_path
+from agl_core.gateway.own_answers import own_answer
+from agl_core.gateway.paths import ProxyPath, is_base_path, proxy_path
 from agl_core.gateway.registry import Match
+from agl_core.gateway.repeats import Repeats, call_key
 from agl_core.gateway.replies import send_error
 from agl_core.interfaces import AsgiApp
 
@@ -25,16 +30,25 @@ log = logging.getLogger(__name__)
 class GatewayFront:
     """Serves model calls and hands everything else to the application behind."""
 
-    def __init__(self, behind: AsgiApp, admission: Admission, context: CallContext) -> None:
+    def __init__(
+        self, behind: AsgiApp, admission: Admission, context: CallContext, repeats: Repeats
+    ) -> None:
         self._behind = behind
+        self._repeats = repeats
         self._admission = admission
         self._context = context
         self._calls: dict[str, set[Call]] = {}
 
     async def __call__(self, scope: dict[str, Any], receive: Receive, send: Send) -> None:
         """Serve one connection scope."""
+        if scope["type"] == "websocket":
+            await _refuse_websocket(send)
+            return
         if scope["type"] != "http":
             await self._behind(scope, receive, send)
+            return
+        if scope["method"] == "HEAD" and is_base_path(scope):
+            await _reply(send, _new_call_id()).whole(200, [], b"")
             return
         try:
             path = proxy_path(scope)
@@ -68,9 +82,13 @@ class GatewayFront:
                     hint="turn HTTP/2 off in the client",
                 )
             admitted = await self._admission.admit(path, headers, scope.get("client"))
+            own = own_answer(scope["method"], path.below, self._context.registry)
+            if own is not None:
+                await reply.whole(200, [(b"content-type", b"application/json")], own)
+                return
             self._admission.begin(admitted.rollout.rollout_id)
             try:
-                await self._call(call_id, path, scope, admitted, incoming, reply)
+                await self._call(call_id, path, scope, admitted, incoming, reply, send)
             finally:
                 self._admission.end(admitted.rollout.rollout_id)
         except ClientGone:
@@ -93,14 +111,27 @@ class GatewayFront:
         admitted: Admitted,
         incoming: Incoming,
         reply: Reply,
+        send: Send,
     ) -> None:
         settings = self._context.settings
         began = self._context.clock.monotonic()
         body = await incoming.body(settings.max_body_bytes, settings.body_idle_seconds)
         method: str = scope["method"]
-        dialect = dialect_for(method, path.below)
+        query = scope.get("query_string", b"").decode("ascii", "replace")
+        headers: list[Header] = scope["headers"]
+        dialect = dialect_for(method, path.below, settings.cut_answers_end)
         parsed = dialect.read_request(body)
         rollout, attempt_id = admitted.rollout, admitted.attempt_id
+        reply.label(call_headers(rollout.rollout_id, attempt_id, None, None, None))
+        key = call_key(rollout.rollout_id, attempt_id, method, path.below, query, headers, body)
+        part = self._repeats.open(key) if key is not None else None
+        if isinstance(part, Follower):
+            incoming.watch(part.leave)
+            try:
+                await part.relay(send)
+            finally:
+                part.leave()
+            return
 
         def outbound(match: Match) -> Outbound:
             return Outbound(
@@ -109,8 +140,8 @@ class GatewayFront:
                 dialect=dialect,
                 method=method,
                 path=path.below,
-                query=scope.get("query_string", b"").decode("ascii", "replace"),
-                headers=scope["headers"],
+                query=query,
+                headers=headers,
                 match=match,
             )
 
@@ -125,15 +156,23 @@ class GatewayFront:
                 path=path.below,
                 parsed=parsed,
                 began=began,
+                labels=labels_of(headers, parsed),
             ),
+            rollout=rollout,
             dialect=dialect,
             outbound=outbound,
             incoming=incoming,
             reply=reply,
+            is_gone=lambda: incoming.is_gone if part is None else part.is_forsaken,
         )
         calls = self._calls.setdefault(rollout.rollout_id, set())
         calls.add(call)
-        incoming.watch(lambda: call.kill("client_gone"))
+        if part is None:
+            incoming.watch(lambda: call.kill("client_gone"))
+        else:
+            reply.through(part.through)
+            part.on_forsaken = lambda: call.kill("client_gone")
+            incoming.watch(part.client_left)
         try:
             await call.run()
         except asyncio.CancelledError:
@@ -141,6 +180,8 @@ class GatewayFront:
                 raise
             call.task.uncancel()  # ended while it was telling of its end
         finally:
+            if part is not None:
+                part.close()
             calls.discard(call)
             if not calls:
                 self._calls.pop(rollout.rollout_id, None)
@@ -157,6 +198,13 @@ class GatewayFront:
             if (policy is None or call.policy == policy) and call.kill(why):
                 count += 1
         return count
+
+
+async def _refuse_websocket(send: Send) -> None:
+    """Model calls are plain HTTP; 426 makes harnesses that try a websocket first use it at once."""
+    headers = [(b"content-length", b"0"), (b"connection", b"close")]
+    await send({"type": "websocket.http.response.start", "status": 426, "headers": headers})
+    await send({"type": "websocket.http.response.body", "body": b"", "more_body": False})
 
 
 def _new_call_id() -> str:

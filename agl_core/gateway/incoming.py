@@ -129,8 +129,17 @@ class Reply:
 
     def __init__(self, send: Send, base_headers: Sequence[Header]) -> None:
         self._send = send
-        self._base_headers = base_headers
+        self._base_headers = list(base_headers)
+        self._labels: Sequence[Header] = ()
         self.has_begun = False
+
+    def label(self, headers: Sequence[Header]) -> None:
+        """Set the headers that tell of the call; those set before are replaced."""
+        self._labels = headers
+
+    def through(self, wrap: Callable[[Send], Send]) -> None:
+        """Put something between this and the server."""
+        self._send = wrap(self._send)
 
     async def begin(self, status: int, headers: Sequence[Header]) -> None:
         """Send the head."""
@@ -139,7 +148,7 @@ class Reply:
             {
                 "type": "http.response.start",
                 "status": status,
-                "headers": [*headers, *self._base_headers],
+                "headers": [*headers, *self._base_headers, *self._labels],
             }
         )
 

@@ -44,6 +44,12 @@ def proxy_path(scope: Mapping[str, Any]) -> ProxyPath | None:
     )
 
 
+def is_base_path(scope: Mapping[str, Any]) -> bool:
+    """Whether a path is an attempt's base URL, or below it beside ``v1``: harnesses knock there."""
+    parts = str(scope["path"]).split("/")[1:]
+    return len(parts) >= 4 and parts[0] == "rollout" and parts[2] == "attempt"
+
+
 def _below(parts: list[bytes]) -> str:
     if parts and parts[0] == b"v1":  # a base URL with /v1 given to an SDK that adds its own
         parts = parts[1:]

@@ -40,6 +40,8 @@ class ServerState:
     probe_problem: str | None = None
     """What a probe missed in the server's answer."""
     is_probed: bool = False
+    context_tokens: int | None = None
+    """The server's context length, where it tells."""
 
 
 @frozen(kw_only=True)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 from agl_core.errors import AglError, Unavailable
+from agl_core.gateway.dialects.messages import error_of as messages_error
+from agl_core.gateway.dialects.responses import error_of as responses_error
 from agl_core.gateway.incoming import Header, Reply
 from agl_core.wire import to_json
 
@@ -56,21 +57,33 @@ def headers_upstream(headers: Iterable[Header], credential: str | None) -> list[
     return kept
 
 
-def headers_to_agent(headers: Iterable[Header]) -> list[Header]:
-    """A model server's headers as they go to the agent."""
-    return [(name, value) for name, value in headers if name.lower() not in _NOT_TO_AGENT]
+def headers_to_agent(headers: Iterable[Header], content_type: str | None = None) -> list[Header]:
+    """A model server's headers as they go to the agent.
+
+    Args:
+        headers: As they came.
+        content_type: Of what the agent gets, where that is another.
+    """
+    kept = [
+        (name, value)
+        for name, value in headers
+        if name.lower() not in _NOT_TO_AGENT and not name.lower().startswith(b"x-agl-")
+    ]
+    if content_type is None:
+        return kept
+    kept = [(name, value) for name, value in kept if name.lower() != b"content-type"]
+    return [*kept, (b"content-type", content_type.encode("latin-1"))]
 
 
 def error_body(error: AglError, path: str) -> bytes:
     """An error in the shape that the SDK for this path parses."""
-    message = str(error)
-    kind = _ERROR_TYPES.get(error.status, "api_error")
-    body: dict[str, Any]
     if path.startswith("messages"):
-        body = {"type": "error", "error": {"type": kind, "message": message, "code": error.code}}
-    else:
-        body = {"error": {"message": message, "type": kind, "param": None, "code": error.code}}
-    return to_json(body)
+        return to_json(messages_error(error))
+    if path.startswith("responses"):
+        return to_json(responses_error(error))
+    kind = _ERROR_TYPES.get(error.status, "api_error")
+    fields = {"message": str(error), "type": kind, "param": None, "code": error.code}
+    return to_json({"error": fields})
 
 
 def error_event(error: AglError, path: str) -> bytes:

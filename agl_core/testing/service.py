@@ -21,7 +21,13 @@ PLUGINS = ("memory", "vllm", "verl")
 # Nothing in a test waits for its own sake: no pauses between retries, no probes unless asked for.
 _TABLES: dict[str, dict[str, Any]] = {
     "server": {"grace_seconds": 0.5},
-    "gateway": {"probe": False, "retry_backoff_seconds": 0.0, "hold_seconds": 20.0},
+    "gateway": {
+        "probe": False,
+        "retry_backoff_seconds": 0.0,
+        "hold_seconds": 20.0,
+        # A request goes on as it came, so that what else changes in it is seen.
+        "sampling": {"train": {"policy": "agent"}, "val": {"policy": "agent"}},
+    },
 }
 
 

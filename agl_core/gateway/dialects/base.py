@@ -167,6 +167,21 @@ class AnswerTee(ABC):
     def first_token_seen(self) -> bool:
         """Whether anything that the model generated has come by."""
 
+    @property
+    def content_type(self) -> str | None:
+        """The content type of what the agent gets, where it is not the model server's."""
+        return None
+
+    @property
+    def generated(self) -> Mapping[str, str]:
+        """The arguments of tool calls exactly as the model wrote them, by call id."""
+        return {}
+
+    @property
+    def remember(self) -> Mapping[str, Any]:
+        """What later requests may refer to, by id."""
+        return {}
+
     @abstractmethod
     def result(self) -> Answer:
         """Return what was seen so far."""

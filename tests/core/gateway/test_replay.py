@@ -96,7 +96,9 @@ async def stage() -> AsyncIterator[Stage]:
     async with ReplayServer(RECORDINGS) as server, running_service() as service:
         names = {model for case in RECORDINGS.values() if (model := model_of(case.request))}
         for name in sorted(names):
-            await service.register(server.endpoint, name, policy="p")
+            await service.register(
+                server.endpoint, name, policy="p", native=["messages", "responses"]
+            )
         yield Stage(service, server)
 
 

@@ -246,12 +246,12 @@ async def test_path_query_method_and_headers_pass(open_service: Any, open_vllm: 
     called = await service.call(
         "r",
         b"",
-        "models/a%2Fb?limit=3&x=%20",
+        "files/a%2Fb?limit=3&x=%20",
         method="GET",
         headers={"x-mine": "yes", "accept-encoding": "br"},
     )
     (request,) = server.requests
-    assert (request.method, request.target) == ("GET", "/v1/models/a%2Fb?limit=3&x=%20")
+    assert (request.method, request.target) == ("GET", "/v1/files/a%2Fb?limit=3&x=%20")
     assert request.header("x-mine") == "yes"
     assert request.header("accept-encoding") is None
     assert called.json() == {"data": []}
@@ -262,18 +262,35 @@ async def test_path_query_method_and_headers_pass(open_service: Any, open_vllm: 
     assert recorded["response"] == {"data": []}
 
 
-async def test_head_request_gets_the_length_and_no_body(open_service: Any, open_vllm: Any) -> None:
-    async def script(exchange: Any) -> None:
-        exchange.raw(b"HTTP/1.1 200 OK\r\ncontent-length: 1234\r\n\r\n")
-
-    server = await open_vllm(script)
+async def test_head_requests_of_harnesses_are_answered_without_a_model_server(
+    open_service: Any,
+) -> None:
     service = await open_service()
-    await service.register(server.endpoint)
     await service.rollout("r")
     async with asyncio.timeout(WITHIN):
-        called = await service.call("r", b"", "models", method="HEAD")
+        called = await service.call("r", b"", "messages", method="HEAD")
+        knocks = [
+            await service.client.head(f"{service.url}/rollout/r/attempt/a{rest}")
+            for rest in ("", "/", "/api/hello")
+        ]
     assert (called.status, called.body) == (200, b"")
-    assert called.headers["content-length"] == "1234"
+    assert [knock.status_code for knock in knocks] == [200, 200, 200]
+
+
+async def test_models_are_listed_with_their_aliases(open_service: Any, open_vllm: Any) -> None:
+    server = await open_vllm()
+    service = await open_service()
+    await service.register(server.endpoint, "coder", aliases=["gpt-4.1", "claude-*"])
+    await service.rollout("r")
+    listed = await service.call("r", b"", "models", method="GET")
+    assert [card["id"] for card in listed.json()["data"]] == ["coder", "gpt-4.1"]
+
+    alone = await service.call("r", b"", "models/gpt-4.1", method="GET")
+    assert (alone.json()["id"], alone.json()["root"]) == ("gpt-4.1", "coder")
+
+    unknown = await service.call("r", b"", "models/gpt-5", method="GET")
+    assert (unknown.status, unknown.code) == (404, "model_not_found")
+    assert server.requests == []
 
 
 async def test_c06_calls_in_flight_are_counted_whatever_is_registered_meanwhile(
