@@ -133,6 +133,7 @@ def create_app(loaded: Loaded, clock: Clock | None = None) -> Service:
         resolvers=plugins.provide_route_resolvers(clock),
         reshapers=plugins.provide_request_reshapers(),
         sinks=plugins.provide_capture_sinks(),
+        capture=settings.capture,
     )
     feed = ChangeFeed(store, clock, settings.server.max_waiters)
     services = Services(

@@ -182,6 +182,22 @@ class GatewaySettings:
 
 
 @frozen(kw_only=True)
+class CaptureSettings:
+    """How calls get into the store, and where they wait while it is down."""
+
+    durability: Literal["auto", "commit", "async"] = "auto"
+    """Whether the end of an answer waits for the store ("commit") or only for a place in the
+    queue ("async": a crash loses what is queued). "auto" is "commit".
+    """
+    spill_dir: str = ".agl/spill"
+    """Where events lie that the store did not take; one folder per store, on a local disk."""
+    spill_max_bytes: int = field(default=2**30, validator=gt(0))
+    """Past it calls end in a 503 while the store is down."""
+    queue: int = field(default=10_000, validator=gt(0))
+    """Events in memory with "async"; past it answers wait."""
+
+
+@frozen(kw_only=True)
 class ControllerSettings:
     """The reconcile loop between the store and the runner."""
 
@@ -215,6 +231,7 @@ class Settings:
     server: ServerSettings = field(factory=ServerSettings)
     auth: AuthSettings = field(factory=AuthSettings)
     gateway: GatewaySettings = field(factory=GatewaySettings)
+    capture: CaptureSettings = field(factory=CaptureSettings)
     controller: ControllerSettings = field(factory=ControllerSettings)
     plugins: PluginsSettings = field(factory=PluginsSettings)
 

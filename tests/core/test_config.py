@@ -161,7 +161,7 @@ def test_c88_an_unknown_key_of_a_plugin_is_told_with_its_line_and_the_nearest(
 def test_an_unknown_table_is_told_with_the_nearest(faults: Faults) -> None:
     assert faults("[sever]\nport = 1\n") == [
         "agl.toml:1: unknown key 'sever', did you mean 'server'? "
-        "(allowed: auth, controller, gateway, plugins, server)"
+        "(allowed: auth, capture, controller, gateway, plugins, server)"
     ]
 
 

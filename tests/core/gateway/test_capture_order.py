@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from contextlib import AsyncExitStack
+from pathlib import Path
 from typing import Any
 
 import attrs
@@ -72,14 +73,20 @@ class GatekeeperPlugin:
 
 @attrs.frozen
 class Kept:
-    """A service whose store is under control, with a rollout ``r`` and a model ``m``."""
+    """A service whose store is under control, with a rollout ``r`` and a model ``m``.
+
+    It has nowhere to spill to, so that what the store does not take is lost.
+    """
 
     service: RunningService
     store: Gatekeeper
 
 
 @pytest.fixture
-async def kept(stack: AsyncExitStack, manual_vllm: FakeVllm) -> Kept:
+async def kept(stack: AsyncExitStack, manual_vllm: FakeVllm, tmp_path: Path) -> Kept:
+    no_folder = tmp_path / "file"
+    no_folder.write_text("")
+    tables = {"capture": {"spill_dir": str(no_folder)}}
     plugins: list[GatekeeperPlugin] = []
 
     def wrap(loaded: Loaded) -> Loaded:
@@ -91,7 +98,7 @@ async def kept(stack: AsyncExitStack, manual_vllm: FakeVllm) -> Kept:
             changed.append(plugin)
         return attrs.evolve(loaded, plugins=Plugins(changed))
 
-    service = await stack.enter_async_context(running_service(wrap=wrap))
+    service = await stack.enter_async_context(running_service(tables, wrap=wrap))
     await service.register(manual_vllm.endpoint)
     await service.rollout("r")
     return Kept(service, plugins[0].store)

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -37,7 +38,7 @@ class Files:
         self.folder = folder
         self.opened: list[SpillFile] = []
 
-    def open(self, **options: int) -> SpillFile:
+    def open(self, **options: Any) -> SpillFile:
         file = SpillFile(self.folder, **{"max_bytes": ROOM, **options})
         file.open()
         self.opened.append(file)
