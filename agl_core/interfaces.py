@@ -290,6 +290,8 @@ class ExportOptions:
     policy: str | None = None
     parameters: Mapping[str, str] = field(factory=dict)
     """Other query parameters, for the exporter to check."""
+    state: dict[str, Any] = field(factory=dict, eq=False, repr=False)
+    """What the exporter keeps between the pieces of this one export; several may run at once."""
 
 
 class Exporter(Protocol):
@@ -307,7 +309,12 @@ class Exporter(Protocol):
         ...
 
     def encode(self, rollout: Rollout, events: Sequence[Event], options: ExportOptions) -> bytes:
-        """One rollout, with the events of the attempt that counts; b"" leaves it out."""
+        """One rollout, with the events of the attempt that counts; b"" leaves it out.
+
+        Raises:
+            AglError: The whole export is refused. Early on that is the answer, later it breaks the
+                answer off.
+        """
         ...
 
     def finish(self) -> bytes:

@@ -265,6 +265,16 @@ class ModelServer:
 
 
 @frozen(kw_only=True)
+class PausedEngine:
+    """An engine that was told to freeze, and how it is told to go on."""
+
+    url: str
+    """Of the server, without ``/v1``."""
+    credential: str | None = None
+    """Name of a credential in ``[gateway.credentials]``."""
+
+
+@frozen(kw_only=True)
 class PolicyPause:
     """Whether a policy is paused, and for how long it has been in all."""
 
@@ -275,6 +285,8 @@ class PolicyPause:
     since: float | None = None
     paused_seconds: float = 0.0
     """Of ended pauses; the present one is counted by whoever reads the clock."""
+    engines: tuple[PausedEngine, ...] = ()
+    """Frozen by mode ``keep``; after the pause, those that did not yet say that they go on."""
 
 
 @frozen(kw_only=True)

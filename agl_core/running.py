@@ -16,6 +16,7 @@ import ssl
 from collections.abc import Awaitable, Callable
 from typing import Any
 
+from agl_core.api.front import request_id_of
 from agl_core.app import Service
 from agl_core.errors import AglError, ConfigError
 from agl_core.interfaces import AsgiApp, AsgiServer
@@ -141,7 +142,7 @@ class Drain:
             await self._app(scope, receive, send)
             return
         if self._is_closing:
-            await _refuse(send)
+            await _refuse(scope, send)
             return
         task = asyncio.current_task()
         assert task is not None
@@ -182,12 +183,13 @@ class Drain:
         return len(self._tasks)
 
 
-async def _refuse(send: Any) -> None:
+async def _refuse(scope: dict[str, Any], send: Any) -> None:
     headers = [
         (b"content-type", b"application/json"),
         (b"content-length", str(len(_CLOSING_BODY)).encode()),
         (b"connection", b"close"),
         (b"retry-after", b"5"),
+        (b"x-request-id", request_id_of(scope).encode()),
     ]
     await send({"type": "http.response.start", "status": 503, "headers": headers})
     await send({"type": "http.response.body", "body": _CLOSING_BODY, "more_body": False})

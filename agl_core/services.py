@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from attrs import field, frozen
@@ -10,9 +10,12 @@ from attrs import field, frozen
 from agl_core.auth import Authority
 from agl_core.clock import Clock
 from agl_core.feed import ChangeFeed
-from agl_core.interfaces import Exporter, RolloutHooks, Store
+from agl_core.interfaces import Exporter, GatewayState, RolloutHooks, Store
 from agl_core.records import Event, ModelServer, PauseMode
 from agl_core.settings import Settings
+
+StateChange = Callable[[GatewayState], GatewayState]
+"""A change of the shared state, made in one step with a pause or resume."""
 
 
 class GatewayControl(Protocol):
@@ -24,18 +27,23 @@ class GatewayControl(Protocol):
         mode: PauseMode,
         reason: str | None = None,
         drain_seconds: float | None = None,
+        *,
+        change: StateChange | None = None,
     ) -> None:
         """Close admission for a policy (None: all trained), then do what the mode says.
 
-        ``drain`` returns when nothing of it is in flight, or after ``drain_seconds``.
+        ``drain`` returns when nothing of it is in flight, or after ``drain_seconds``. ``keep``
+        returns when its engines are frozen.
 
         Raises:
             NotFound: The policy is neither registered nor paused.
+            AglError: ``engine_pause_failed``: an engine could not be frozen, and the pause is
+                undone; ``change`` is not.
         """
         ...
 
-    async def resume(self, policy: str | None) -> None:
-        """Open admission; calls that were held go on."""
+    async def resume(self, policy: str | None, *, change: StateChange | None = None) -> None:
+        """Open admission; frozen engines and calls that were held go on."""
         ...
 
     def state(self) -> dict[str, Any]:

@@ -167,6 +167,11 @@ class GatewaySettings:
     """Failures in a row that take a server out."""
     unhealthy_seconds: float = field(default=10.0, validator=gt(0))
     """How long it stays out before one call tries it again."""
+    health_seconds: float | None = field(default=2.0, validator=_positive_or_none)
+    """How often a server that is out is asked whether it is back, so that it returns sooner;
+    "none" never asks."""
+    engine_seconds: float = field(default=10.0, validator=gt(0))
+    """For a server's answer to ``/pause``, ``/resume`` and ``/health``."""
     probe: bool = True
     """Ask each trained server for one token when it is registered: do ids and logprobs come?"""
     sink_queue: int = field(default=1000, validator=gt(0))

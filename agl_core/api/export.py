@@ -10,12 +10,15 @@ from agl_core.api.reading import default_events, iter_rollouts
 from agl_core.api.requests import read_fields
 from agl_core.api.routes import READERS, Answer, Call, Route
 from agl_core.api.shapes import ExportQuery
-from agl_core.errors import NotFound
+from agl_core.errors import AglError, NotFound
 from agl_core.interfaces import Exporter, ExportOptions, RolloutQuery
 from agl_core.records import Rollout
 from agl_core.services import Services
 
 _PATH = "/api/export/{format}"
+# This much is made before the answer begins, so that a refusal by the exporter mostly is the answer
+# and not a stream that breaks off.
+_AHEAD_BYTES = 2**20
 
 
 class ExportRoutes:
@@ -78,11 +81,8 @@ class ExportRoutes:
         if asked.ids is not None:
             for rollout_id in asked.ids:
                 await self._store.get_rollout(rollout_id)
-        return Response(
-            self._pieces(exporter, options, head, asked),
-            200,
-            content_type=exporter.media_type,
-        )
+        pieces = await _begun(self._pieces(exporter, options, head, asked))
+        return Response(pieces, 200, content_type=exporter.media_type)
 
     async def _pieces(
         self, exporter: Exporter, options: ExportOptions, head: bytes, asked: ExportQuery
@@ -123,3 +123,34 @@ class ExportRoutes:
             )
             if is_of_mode and is_of_group:
                 yield rollout
+
+
+async def _begun(pieces: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+    """Make the first pieces; returns an iterator over all of them.
+
+    Raises:
+        AglError: The exporter refuses what it was given.
+    """
+    ahead: list[bytes] = []
+    size = 0
+    failure: Exception | None = None
+    try:
+        async for piece in pieces:
+            ahead.append(piece)
+            size += len(piece)
+            if size >= _AHEAD_BYTES:
+                break
+    except AglError:
+        raise
+    except Exception as exc:
+        failure = exc  # no refusal but a fault: it breaks the answer off where it happened
+
+    async def all_pieces() -> AsyncIterator[bytes]:
+        for piece in ahead:
+            yield piece
+        if failure is not None:
+            raise failure
+        async for piece in pieces:
+            yield piece
+
+    return all_pieces()

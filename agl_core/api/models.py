@@ -53,7 +53,7 @@ class ModelRoutes:
                 method="PUT",
                 path=_PATH,
                 handler=self.replace,
-                says="Replace the whole registry at once.",
+                says="Replace the whole registry at once, and pause or resume in the same step.",
                 body=ModelServerSet,
                 answers=(Answer(200, ModelServerItems, "The registry."),),
             ),
@@ -94,7 +94,10 @@ class ModelRoutes:
         return json_answer(self._services.gateway.server_view(servers[0]), status)
 
     async def replace(self, call: Call) -> Response:
-        posted = structure(call.json(), ModelServerSet).items
+        asked = structure(call.json(), ModelServerSet)
+        posted = asked.items
+        if asked.resume and asked.pause is not None:
+            raise Invalid("resume and pause: one of the two, or neither")
         servers = [self._checked(server, f"items[{index}].") for index, server in enumerate(posted)]
         if len({server.key for server in servers}) < len(servers):
             raise Invalid("items: a model stands there twice with the same endpoint")
@@ -106,8 +109,16 @@ class ModelRoutes:
             check_names(servers)
             return attrs.evolve(state, servers=tuple(servers))
 
-        await self._store.change_gateway_state(put)
-        await self._services.gateway.registry_changed()
+        gateway, pause = self._services.gateway, asked.pause
+        if asked.resume:
+            await gateway.resume(None, change=put)
+        elif pause is not None:
+            await gateway.pause(
+                pause.policy, pause.mode, pause.reason, pause.drain_seconds, change=put
+            )
+        else:
+            await self._store.change_gateway_state(put)
+            await gateway.registry_changed()
         return self._items(servers)
 
     async def remove(self, call: Call) -> Response:

@@ -19,6 +19,7 @@ from agl_core.records import (
     LogprobsMode,
     Mode,
     ModelServer,
+    NativeApi,
     PauseMode,
     Rollout,
     RolloutConfig,
@@ -207,6 +208,7 @@ class ModelServerView:
     logprobs_mode: LogprobsMode
     credential: str | None
     salt: bool
+    native: tuple[NativeApi, ...]
     healthy: bool
     inflight: int
 
@@ -216,13 +218,6 @@ class ModelServerItems:
     """Registry entries."""
 
     items: tuple[ModelServerView, ...]
-
-
-@frozen(kw_only=True)
-class ModelServerSet:
-    """The whole registry."""
-
-    items: tuple[ModelServer, ...]
 
 
 @frozen(kw_only=True)
@@ -243,6 +238,18 @@ class ResumeRequest:
 
 
 @frozen(kw_only=True)
+class ModelServerSet:
+    """The whole registry, and what becomes of admission in the same step.
+
+    ``resume`` opens every policy that is paused, ``pause`` closes what it says.
+    """
+
+    items: tuple[ModelServer, ...]
+    resume: bool = False
+    pause: PauseRequest | None = None
+
+
+@frozen(kw_only=True)
 class PolicyState:
     """Admission to one policy."""
 
@@ -251,7 +258,7 @@ class PolicyState:
     reason: str | None
     inflight: int
     held: int
-    version: int
+    version: int | None
     paused_seconds: float
 
 

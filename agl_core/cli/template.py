@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import inspect
 import itertools
+import re
 import textwrap
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -93,6 +94,10 @@ def _attribute_docs(kind: type[Any]) -> dict[str, str]:
     return found
 
 
+def _key(name: str) -> str:
+    return name if re.fullmatch(r"[A-Za-z0-9_-]+", name) else to_toml(name)
+
+
 def to_toml(value: Any) -> str:
     """A value as TOML writes it, None as ``"none"``; a secret as stars."""
     if value is None:
@@ -109,6 +114,6 @@ def to_toml(value: Any) -> str:
     if attrs.has(type(value)):
         value = {field.name: getattr(value, field.name) for field in attrs.fields(type(value))}
     if isinstance(value, Mapping):
-        pairs = ", ".join(f"{to_toml(key)} = {to_toml(item)}" for key, item in value.items())
+        pairs = ", ".join(f"{_key(key)} = {to_toml(item)}" for key, item in value.items())
         return f"{{ {pairs} }}" if pairs else "{}"
     return f"[{', '.join(map(to_toml, value))}]"

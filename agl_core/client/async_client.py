@@ -304,10 +304,10 @@ class AsyncAglLiteClient(ClientBase):
         return await self._run(once(requests.register_model(server, fields)))
 
     async def replace_models(
-        self, servers: Iterable[ModelServer | Mapping[str, Any]]
+        self, servers: Iterable[ModelServer | Mapping[str, Any]], resume: bool = False
     ) -> list[results.ModelServerView]:
-        """Replace the whole registry at once."""
-        return await self._run(once(requests.replace_models(servers)))
+        """Replace the whole registry at once; ``resume`` ends every pause in the same step."""
+        return await self._run(once(requests.replace_models(servers, resume)))
 
     async def remove_model(
         self, model: str, endpoint: str | None = None

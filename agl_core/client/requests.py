@@ -267,10 +267,13 @@ def register_model(
 
 
 def replace_models(
-    servers: Iterable[ModelServer | Mapping[str, Any]],
+    servers: Iterable[ModelServer | Mapping[str, Any]], resume: bool
 ) -> ApiCall[list[results.ModelServerView]]:
     """``PUT /api/models``."""
-    body = bodies.encode({"items": list(servers)})
+    fields: dict[str, Any] = {"items": list(servers)}
+    if resume:
+        fields["resume"] = True
+    body = bodies.encode(fields)
     return ApiCall(ApiRequest(method="PUT", path="/api/models", body=body), results.read_servers)
 
 

@@ -282,10 +282,10 @@ class AglLiteClient(ClientBase):
         return self._run(once(requests.register_model(server, fields)))
 
     def replace_models(
-        self, servers: Iterable[ModelServer | Mapping[str, Any]]
+        self, servers: Iterable[ModelServer | Mapping[str, Any]], resume: bool = False
     ) -> list[results.ModelServerView]:
-        """Replace the whole registry at once."""
-        return self._run(once(requests.replace_models(servers)))
+        """Replace the whole registry at once; ``resume`` ends every pause in the same step."""
+        return self._run(once(requests.replace_models(servers, resume)))
 
     def remove_model(
         self, model: str, endpoint: str | None = None

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
-from typing import Literal
+from collections.abc import Callable, Mapping
 
 from attrs import define, field
 
@@ -17,7 +16,6 @@ from agl_core.clock import Clock
 from agl_core.errors import (
     AglError,
     NotFound,
-    Unavailable,
     UpstreamError,
     UpstreamTimeout,
 )
@@ -29,18 +27,18 @@ from agl_core.gateway.dialects.sse import whole_events
 from agl_core.gateway.forward import Connected, Forwarder, NoServer, Outbound
 from agl_core.gateway.gate import Gates
 from agl_core.gateway.incoming import Header, Incoming, Reply
+from agl_core.gateway.kills import KILL_ERRORS, STATUS_OF_KILL, Killer
 from agl_core.gateway.memory import ConversationMemory
 from agl_core.gateway.recorder import Recorder
-from agl_core.gateway.registry import Match, ModelNotFound, Registry
+from agl_core.gateway.registry import Match, ModelNotFound, Registry, root_of
 from agl_core.gateway.replies import error_event, headers_to_agent, send_error
 from agl_core.gateway.timers import Heartbeat, TotalTimer
 from agl_core.gateway.upstream import UpstreamAnswer
+from agl_core.gateway.versions import SETTLED_SECONDS, VersionMark
 from agl_core.records import Rollout
 from agl_core.settings import GatewaySettings
 
 log = logging.getLogger(__name__)
-
-Killer = Literal["client_gone", "timeout", "paused", "cancelled", "shutdown"]
 
 HEARTBEAT = b": keep-alive\n\n"
 # After a stream's own end the connection gets this long to end as well, and be used again.
@@ -49,13 +47,6 @@ _TRAILING_SECONDS = 0.5
 _LAST_WORDS_SECONDS = 2.0
 # An unknown answer up to this size is recorded, a larger one is only passed on.
 _RECORDED_BYTES = 8 * 2**20
-_STATUS_OF_KILL: dict[Killer, str] = {
-    "client_gone": "client_gone",
-    "timeout": "timeout",
-    "paused": "aborted",
-    "cancelled": "aborted",
-    "shutdown": "truncated",
-}
 
 
 class Aborted(Exception):
@@ -97,8 +88,11 @@ class Call:
     _killed_meanwhile: Killer | None = None
     _aborts: int = 0
     _tee: AnswerTee | None = None
+    _connected: Connected | None = None
     _beat: asyncio.Task[None] | None = None
     _last_write: float = 0.0
+    _reads_since: float | None = None
+    """Since when the relay of a stream waits for more, in seconds of the event loop."""
 
     def kill(self, why: Killer) -> bool:
         """End the call now, and return whether that was to be done.
@@ -153,12 +147,17 @@ class Call:
                 lambda: bool(context.registry.candidates(match, frozenset())),
                 context.settings.hold_seconds,
             )
-            await context.limits.check(self.rollout, self.facts)
+            await context.limits.begin(self.rollout, self.facts)
+            if context.gates.is_paused(match.policy):
+                # Closed while the limits were looked up: whoever drains must not miss this call.
+                context.limits.end(self.facts)
+                continue
             context.gates.begin(match.policy)
             self._is_inflight = True
             timer = self._start_timer(match.policy)
             try:
                 connected = await context.forwarder.connect(self.outbound(match), self.facts)
+                self._connected = connected
                 try:
                     self._name_server()
                     await self._relay(connected)
@@ -167,6 +166,7 @@ class Call:
                     context.forwarder.note_break(connected, match.policy, exc)
                     raise
                 finally:
+                    self._connected = None
                     connected.close()
                     context.registry.end(connected.state)
                 return
@@ -176,6 +176,7 @@ class Call:
                 timer.cancel()
                 self._is_inflight = False
                 context.gates.end(match.policy)
+                context.limits.end(self.facts)
 
     async def _match(self) -> Match:
         context = self.context
@@ -202,6 +203,30 @@ class Call:
                 facts.rollout_id, facts.attempt_id, facts.policy, facts.version_start, name
             )
         )
+
+    def note_version(self, frozen_since: Mapping[str, float]) -> None:
+        """The registry changed: note it where the server has new weights by now.
+
+        Args:
+            frozen_since: By engine that stands still, when it had said so (event loop's seconds).
+        """
+        facts = self.facts
+        if not self._is_inflight or facts.server is None or self._is_sealed:
+            return
+        version = self.context.registry.version_of(facts.server)
+        if version != (facts.marks[-1].version if facts.marks else facts.version_start):
+            since = frozen_since.get(root_of(facts.server.endpoint))
+            facts.marks.append(VersionMark(version, self._counts_so_far(since)))
+
+    def _counts_so_far(self, frozen_since: float | None) -> Mapping[int, int] | None:
+        """How many tokens have come; None where some may still be on their way."""
+        tee, connected, reads_since = self._tee, self._connected, self._reads_since
+        if frozen_since is None or tee is None or connected is None or reads_since is None:
+            return None
+        quiet = asyncio.get_running_loop().time() - max(reads_since, frozen_since)
+        if quiet < SETTLED_SECONDS or connected.answer.buffered_bytes:
+            return None
+        return tee.token_counts
 
     # The answer
 
@@ -266,11 +291,13 @@ class Call:
     async def _relay_stream(
         self, connected: Connected, tee: AnswerTee, headers: list[Header]
     ) -> None:
-        answer = connected.answer
+        answer, loop = connected.answer, asyncio.get_running_loop()
         heartbeat = self._start_heartbeat(connected, headers)
         try:
             while not tee.complete:
+                self._reads_since = loop.time()
                 data = await answer.read()
+                self._reads_since = None
                 if not data:
                     break
                 out = tee.feed(data)
@@ -356,7 +383,7 @@ class Call:
             facts.version_end = context.registry.version_of(facts.server)
         draft = as_event(facts, answer, status, context.clock.monotonic())
         await context.recorder.record(facts.rollout_id, facts.attempt_id, draft)
-        context.limits.note(facts, answer)
+        context.limits.note(facts, answer, status)
         if status == "ok" and self._tee is not None:
             context.memory.note(facts.rollout_id, self._tee.generated, self._tee.remember)
 
@@ -377,7 +404,7 @@ class Call:
 
     async def _end_killed(self, why: Killer) -> bool:
         """Returns whether the call is to be run again."""
-        await self._record_quietly(_STATUS_OF_KILL[why])
+        await self._record_quietly(STATUS_OF_KILL[why])
         if why == "paused" and self._may_run_again():
             self._begin_again()
             return True
@@ -412,16 +439,17 @@ class Call:
         if why == "paused":
             why = self._killed_meanwhile or why
         if why != "client_gone":
-            await self._fail(_KILL_ERRORS[why]())
+            await self._fail(KILL_ERRORS[why]())
 
     def _begin_again(self) -> None:
         self._is_sealed = False
         self._killed_meanwhile = None
         facts = self.facts
         facts.http_status = facts.ttft_seconds = facts.version_start = facts.version_end = None
-        facts.server, facts.error = None, None
+        facts.server, facts.error, facts.logprobs_mode = None, None, "unknown"
         facts.retries += 1
-        self._tee = None
+        facts.marks.clear()
+        self._tee, self._reads_since = None, None
 
     async def _end_upstream_error(self, exc: UpstreamError) -> None:
         if isinstance(exc, UpstreamTimeout):
@@ -463,18 +491,6 @@ class Call:
     @property
     def _is_event_stream(self) -> bool:
         return self._tee is not None and self._tee.is_stream
-
-
-_KILL_ERRORS: dict[Killer, Callable[[], AglError]] = {
-    "timeout": lambda: UpstreamTimeout(
-        "the call took longer than gateway.total_seconds", code="total_timeout"
-    ),
-    "paused": lambda: Unavailable(
-        "the call was aborted by a weight update", code="aborted", retry_after_seconds=1.0
-    ),
-    "cancelled": lambda: AglError("the rollout was cancelled", code="rollout_ended", status=403),
-    "shutdown": lambda: Unavailable("the service is shutting down", code="shutting_down"),
-}
 
 
 def _current_task() -> asyncio.Task[None]:

@@ -11,8 +11,9 @@ from attrs import define, field
 from agl_core.errors import AglError
 from agl_core.gateway.dialects import Answer, ParsedRequest
 from agl_core.gateway.reshape import Outgoing
+from agl_core.gateway.versions import VersionMark, with_spans
 from agl_core.interfaces import CaptureSink
-from agl_core.records import Event, EventDraft, ModelServer
+from agl_core.records import Event, EventDraft, LogprobsMode, ModelServer
 from agl_core.wire import read_json
 
 log = logging.getLogger(__name__)
@@ -36,8 +37,12 @@ class CallFacts:
     policy: str | None = None
     trained: bool = False
     server: ModelServer | None = None
+    logprobs_mode: LogprobsMode = "unknown"
+    """Of the server, as it is registered or as it was seen to answer."""
     version_start: int | None = None
     version_end: int | None = None
+    marks: list[VersionMark] = field(factory=list)
+    """Changes of the weights since ``version_start``."""
     outgoing: Outgoing | None = None
     """What went upstream, once something did."""
     labels: dict[str, str] = field(factory=dict)
@@ -71,10 +76,10 @@ def as_event(facts: CallFacts, answer: Answer, status: str, now: float) -> Event
         "request": request,
         "adjusted": adjusted,
         "response": answer.response,
-        "choices": answer.choices,
+        "choices": with_spans(answer.choices, facts.version_start, facts.version_end, facts.marks),
         "sampling": {
             **{name: sent.get(name) for name in _SAMPLING},
-            "logprobs_mode": server.logprobs_mode if server else "unknown",
+            "logprobs_mode": facts.logprobs_mode,
         },
         "usage": answer.usage,
         "status": status,

@@ -4,38 +4,39 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from typing import Any, Self
-
-import attrs
 
 from agl_core.auth import Authority
 from agl_core.clock import Clock
 from agl_core.gateway.admit import Admission
-from agl_core.gateway.call import CallContext
+from agl_core.gateway.call import Call, CallContext
 from agl_core.gateway.call_limits import CallLimits
 from agl_core.gateway.capture import SinkQueue
+from agl_core.gateway.engines import EngineClient, frozen_urls
 from agl_core.gateway.forward import Forwarder
 from agl_core.gateway.front import GatewayFront
-from agl_core.gateway.gate import Gates, close_gates, open_gates, policies_meant
+from agl_core.gateway.gate import Gates
+from agl_core.gateway.health import HealthChecks
 from agl_core.gateway.memory import ConversationMemory
 from agl_core.gateway.probe import Prober
 from agl_core.gateway.recorder import Recorder
 from agl_core.gateway.registry import Registry
 from agl_core.gateway.repeats import Repeats
 from agl_core.gateway.reshape import RequestShaper
+from agl_core.gateway.updates import WeightUpdates
 from agl_core.gateway.upstream import PooledUpstreamClient, UpstreamClient
 from agl_core.interfaces import (
     AsgiApp,
     CaptureSink,
     Change,
-    GatewayState,
     RequestReshaper,
     RouteResolver,
     Store,
 )
 from agl_core.records import Event, ModelServer, PauseMode
+from agl_core.services import StateChange
 from agl_core.settings import CaptureSettings, GatewaySettings
 from agl_core.wire import to_builtins
 
@@ -80,6 +81,18 @@ class Gateway:
             settings, clock, self._registry, self._gates, self._client, resolvers, shaper
         )
         self._front: GatewayFront | None = None
+        engines = EngineClient(settings, self._client)
+        self._health = HealthChecks(settings, clock, self._registry, engines, self._gates.is_paused)
+        self._updates = WeightUpdates(
+            settings,
+            clock,
+            store,
+            self._registry,
+            self._gates,
+            engines,
+            self.registry_changed,
+            self._calls_in_flight,
+        )
         self._refresh_lock = asyncio.Lock()
         self._refreshes: set[asyncio.Task[None]] = set()
         self._stack = AsyncExitStack()
@@ -114,6 +127,9 @@ class Gateway:
                 stack.push_async_callback(self._sinks[name].stop, _SINK_STOP_SECONDS)
             await stack.enter_async_context(self._recorder)
             stack.push_async_callback(self._prober.close)
+            stack.push_async_callback(self._updates.close)
+            stack.push_async_callback(self._health.close)
+            self._health.start()
             stack.push_async_callback(self._repeats.close)
             stack.callback(self._store.on_change(self._on_change))
             await self.registry_changed()
@@ -158,8 +174,9 @@ class Gateway:
         """Read registry and pauses anew; probes new servers in the background."""
         async with self._refresh_lock:
             state = await self._store.get_gateway_state()
-            fresh = self._registry.replace(state.servers)
+            fresh = self._registry.replace(state.servers, frozen_urls(state.pauses))
             self._gates.update(self._registry.policies, state.pauses)
+        self._updates.look_after(state)
         if self._settings.probe and fresh:
             self._prober.probe(fresh, self._gates.is_paused)
 
@@ -169,47 +186,22 @@ class Gateway:
         mode: PauseMode,
         reason: str | None = None,
         drain_seconds: float | None = None,
+        *,
+        change: StateChange | None = None,
     ) -> None:
         """Close admission, then do what the mode says (see ``services.GatewayControl``)."""
-        await self.registry_changed()
-        names = self._meant(policy)
-        now = self._clock.now()
+        await self._updates.pause(policy, mode, reason, drain_seconds, change, self._kill_policy)
 
-        def close(state: GatewayState) -> GatewayState:
-            return attrs.evolve(state, pauses=close_gates(state.pauses, names, mode, reason, now))
-
-        await self._store.change_gateway_state(close)
-        await self.registry_changed()
-        if mode == "abort":
-            for name in names:
-                self._kill_policy(name)
-        if mode in ("drain", "abort"):
-            seconds = self._settings.drain_seconds if drain_seconds is None else drain_seconds
-            await asyncio.gather(*(self._gates.wait_until_empty(name, seconds) for name in names))
+    async def resume(self, policy: str | None, *, change: StateChange | None = None) -> None:
+        """Open admission; frozen engines and calls that were held go on."""
+        await self._updates.resume(policy, change)
 
     def _kill_policy(self, policy: str) -> None:
         if self._front is not None:
             self._front.kill("paused", policy=policy)
 
-    async def resume(self, policy: str | None) -> None:
-        """Open admission; calls that were held go on."""
-        await self.registry_changed()
-        state = await self._store.get_gateway_state()
-        names = set(self._meant(policy))
-        if policy is None:
-            names |= {name for name, pause in state.pauses.items() if pause.paused}
-        now = self._clock.now()
-
-        def open_(state: GatewayState) -> GatewayState:
-            return attrs.evolve(state, pauses=open_gates(state.pauses, names, now))
-
-        await self._store.change_gateway_state(open_)
-        await self.registry_changed()
-
-    def _meant(self, policy: str | None) -> tuple[str, ...]:
-        known = self._registry.policies
-        trained = [name for name, is_trained in known.items() if is_trained]
-        return policies_meant(policy, trained, known)
+    def _calls_in_flight(self) -> Iterable[Call]:
+        return () if self._front is None else self._front.open_calls
 
     # What is told
 

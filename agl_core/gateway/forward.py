@@ -112,8 +112,9 @@ class Forwarder:
         while True:
             route = await self._route(out, failed)
             state = self._registry.begin(route.server.key)
-            facts.server = route.server
+            facts.server, facts.logprobs_mode = route.server, state.logprobs_mode
             facts.version_start = facts.version_end = self._registry.version_of(route.server)
+            facts.marks.clear()
             try:
                 connected = await self._try(out, facts, route, state)
             except BaseException as exc:

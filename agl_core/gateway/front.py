@@ -10,13 +10,14 @@ from typing import Any
 from agl_core.errors import AglError, BadRequest
 from agl_core.gateway.admit import Admission, Admitted, as_agl_error
 from agl_core.gateway.broadcast import Follower
-from agl_core.gateway.call import Call, CallContext, Killer
+from agl_core.gateway.call import Call, CallContext
 from agl_core.gateway.call_headers import call_headers
 from agl_core.gateway.capture import CallFacts
 from agl_core.gateway.dialects import dialect_for
 from agl_core.gateway.dialects.labels import labels_of
 from agl_core.gateway.forward import Outbound
 from agl_core.gateway.incoming import ClientGone, Header, Incoming, Receive, Reply, Send
+from agl_core.gateway.kills import Killer
 from agl_core.gateway.own_answers import own_answer
 from agl_core.gateway.paths import ProxyPath, is_base_path, proxy_path
 from agl_core.gateway.registry import Match
@@ -185,6 +186,11 @@ class GatewayFront:
             calls.discard(call)
             if not calls:
                 self._calls.pop(rollout.rollout_id, None)
+
+    @property
+    def open_calls(self) -> list[Call]:
+        """Every call that has not ended, those that wait included."""
+        return [call for calls in self._calls.values() for call in calls]
 
     def kill(self, why: Killer, *, rollout_id: str | None = None, policy: str | None = None) -> int:
         """End calls in flight: of a rollout, of a policy, or all; returns how many."""

@@ -170,7 +170,6 @@ class Gates:
                 "paused_seconds": _paused_seconds(gate.pause, now),
             }
             for name, gate in self._gates.items()
-            if name in versions or gate.pause.paused or gate.inflight or gate.held
         }
 
 
@@ -181,7 +180,10 @@ def close_gates(
     reason: str | None,
     now: float,
 ) -> dict[str, PolicyPause]:
-    """The pauses after closing those of ``policies``; one that is closed keeps its beginning."""
+    """The pauses after closing those of ``policies``; one that is closed keeps its beginning.
+
+    Engines that were frozen before stay noted until they are known to go on.
+    """
     after = dict(pauses)
     for policy in policies:
         old = after.get(policy) or PolicyPause(policy=policy)
@@ -192,6 +194,7 @@ def close_gates(
             reason=reason,
             since=old.since if old.paused else now,
             paused_seconds=old.paused_seconds,
+            engines=old.engines,
         )
     return after
 
@@ -204,7 +207,9 @@ def open_gates(
     for policy in policies:
         old = after.get(policy)
         if old is not None and old.paused:
-            after[policy] = PolicyPause(policy=policy, paused_seconds=_paused_seconds(old, now))
+            after[policy] = PolicyPause(
+                policy=policy, paused_seconds=_paused_seconds(old, now), engines=old.engines
+            )
     return after
 
 

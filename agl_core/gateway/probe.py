@@ -1,5 +1,8 @@
 """Does a trained server return what training needs? One token is asked for, and looked at.
 
+Once it has answered, it is asked for its context length and, where its registration does not tell,
+shows its logprobs mode.
+
 A router between us and the engine that strips ids would otherwise be found out by a trainer with
 nothing to train on.
 """
@@ -13,6 +16,8 @@ from typing import Any
 
 from agl_core.clock import Clock
 from agl_core.errors import AglError
+from agl_core.gateway.context import context_length_of
+from agl_core.gateway.logprobs_mode import MODE_PROBES, mode_of, mode_probe
 from agl_core.gateway.registry import Registry, ServerState
 from agl_core.gateway.replies import headers_upstream
 from agl_core.gateway.upstream import Timeouts, UpstreamClient, UpstreamRequest, upstream_url
@@ -23,6 +28,8 @@ log = logging.getLogger(__name__)
 
 _SECONDS = 30.0
 _AGAIN_SECONDS = 2.0
+# Statuses that say of a path or a body that this server does not take it.
+_NOT_SERVED = frozenset({400, 404, 405, 422})
 _COMMON = {"max_tokens": 1, "temperature": 1.0, "return_token_ids": True}
 _PROBES: tuple[tuple[str, dict[str, Any]], ...] = (
     (
@@ -67,49 +74,88 @@ class Prober:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _until_answered(self, state: ServerState, is_paused: Callable[[str], bool]) -> None:
+        while await self._is_open(state, is_paused):
+            problem, is_final = await self._ask(state)
+            if problem != state.probe_problem and problem is not None:
+                log.warning(
+                    "model server failed the probe: %s",
+                    problem,
+                    extra={"endpoint": state.server.endpoint},
+                )
+            state.probe_problem = problem
+            if is_final:
+                state.is_probed = True
+                break
+            await self._clock.sleep(_AGAIN_SECONDS)
+        for learn in (self._learn_context, self._learn_logprobs_mode):
+            while await self._is_open(state, is_paused):
+                try:
+                    await learn(state)
+                except AglError:
+                    await self._clock.sleep(_AGAIN_SECONDS)  # it does not answer at the moment
+                else:
+                    break
+
+    async def _is_open(self, state: ServerState, is_paused: Callable[[str], bool]) -> bool:
+        """Wait until the server may be asked; returns False once it is not registered any more."""
         while any(known is state for known in self._registry.states):
             if not is_paused(state.server.policy):
-                problem, is_final = await self._ask(state)
-                if problem != state.probe_problem and problem is not None:
-                    log.warning(
-                        "model server failed the probe: %s",
-                        problem,
-                        extra={"endpoint": state.server.endpoint},
-                    )
-                state.probe_problem = problem
-                if is_final:
-                    state.is_probed = True
-                    return
+                return True
             await self._clock.sleep(_AGAIN_SECONDS)
+        return False
 
     async def _ask(self, state: ServerState) -> tuple[str | None, bool]:
         """What is missing, or None; and whether asking again could change that."""
         problem: str | None = None
         for path, fields in _PROBES:
             try:
-                status, answer = await self._send(state, path, fields)
+                status, answer = await self._post(state, path, fields)
             except AglError as exc:
                 return f"unreachable: {exc.message}", False
             if status == 200:
                 return missing_field(answer), True
             problem = f"status {status} to a probe of {path}"
-            if status not in (400, 404, 405, 422):
+            if status not in _NOT_SERVED:
                 return problem, False
         return problem, False
 
-    async def _send(self, state: ServerState, path: str, fields: dict[str, Any]) -> tuple[int, Any]:
+    async def _learn_context(self, state: ServerState) -> None:
+        """Read the server's context length from its list of models, where it has one."""
+        status, answer = await self._send(state, "GET", "models", b"")
+        if status == 200:
+            state.context_tokens = context_length_of(answer, state.server.upstream_model)
+
+    async def _learn_logprobs_mode(self, state: ServerState) -> None:
+        """Find out the logprobs mode of a server whose registration does not tell it."""
+        if state.server.logprobs_mode != "unknown":
+            return
+        for path, _ in MODE_PROBES:
+            body = to_json(mode_probe(path, state.server.upstream_model))
+            status, answer = await self._send(state, "POST", path, body)
+            if status == 200:
+                state.probed_logprobs_mode = mode_of(answer)
+            if status not in _NOT_SERVED:
+                return
+
+    async def _post(self, state: ServerState, path: str, fields: dict[str, Any]) -> tuple[int, Any]:
+        body = to_json({"model": state.server.upstream_model, **fields})
+        return await self._send(state, "POST", path, body)
+
+    async def _send(
+        self, state: ServerState, method: str, path: str, body: bytes
+    ) -> tuple[int, Any]:
+        """Ask the server; returns the status and the JSON of its answer, None where it is none."""
         server = state.server
         secret = self._settings.credentials.get(server.credential or "")
-        headers = headers_upstream(
-            [(b"content-type", b"application/json"), (b"accept", b"application/json")],
-            secret.reveal() if secret else None,
-        )
+        headers = [(b"accept", b"application/json")]
+        if body:
+            headers.append((b"content-type", b"application/json"))
         answer = await self._client.open(
             UpstreamRequest(
-                method="POST",
+                method=method,
                 url=upstream_url(server.endpoint, f"/{path}"),
-                headers=headers,
-                body=to_json({"model": server.upstream_model, **fields}),
+                headers=headers_upstream(headers, secret.reveal() if secret else None),
+                body=body,
             ),
             timeouts=Timeouts(
                 connect_seconds=self._settings.connect_seconds,
@@ -118,9 +164,9 @@ class Prober:
             ),
         )
         async with answer:
-            body = await answer.read_all(2**20)
+            content = await answer.read_all(2**20)
             try:
-                return answer.status, read_json(body)
+                return answer.status, read_json(content)
             except AglError:
                 return answer.status, None
 

@@ -14,10 +14,15 @@ from attrs import define, frozen
 from agl_core.clock import Clock
 from agl_core.errors import AglError
 from agl_core.interfaces import Candidate
-from agl_core.records import ModelServer
+from agl_core.records import LogprobsMode, ModelServer
 from agl_core.settings import GatewaySettings
 
 ServerKey = tuple[str, str]
+
+
+def root_of(endpoint: str) -> str:
+    """An endpoint without its ``/v1``: where a server's own routes are, and what an engine is."""
+    return endpoint.removesuffix("/v1")
 
 
 class ModelNotFound(AglError):
@@ -37,11 +42,24 @@ class ServerState:
     """In a row."""
     out_until: float | None = None
     """Monotonic seconds; it gets no calls before, unless no other server is left."""
+    is_on_trial: bool = False
+    """It was out, and a call tries it again."""
+    said_well: bool = False
+    """It was out, and a health check brought it back before its time."""
+    is_distrusted: bool = False
+    """It said that it is well and failed its trial all the same."""
     probe_problem: str | None = None
     """What a probe missed in the server's answer."""
     is_probed: bool = False
     context_tokens: int | None = None
     """The server's context length, where it tells."""
+    probed_logprobs_mode: LogprobsMode = "unknown"
+
+    @property
+    def logprobs_mode(self) -> LogprobsMode:
+        """The mode it is registered with, else the one that its answers showed."""
+        registered = self.server.logprobs_mode
+        return self.probed_logprobs_mode if registered == "unknown" else registered
 
 
 @frozen(kw_only=True)
@@ -65,6 +83,7 @@ class Registry:
         self._known: dict[str, Match] = {}
         """Exact names ever seen, so that a policy whose servers are away is waited for."""
         self._patterns: dict[str, Match] = {}
+        self._frozen: frozenset[str] = frozenset()
 
     @property
     def servers(self) -> list[ModelServer]:
@@ -84,8 +103,16 @@ class Registry:
             found[match.policy] = match.is_trained
         return found
 
-    def replace(self, servers: Sequence[ModelServer]) -> list[ServerState]:
-        """Take the registrations from the store; returns those to be probed."""
+    def replace(
+        self, servers: Sequence[ModelServer], frozen: frozenset[str] = frozenset()
+    ) -> list[ServerState]:
+        """Take the registrations from the store; returns those to be probed.
+
+        Args:
+            servers: All that are registered.
+            frozen: URLs of the engines that are paused: a call there would hang.
+        """
+        self._frozen = frozen
         states: dict[ServerKey, ServerState] = {}
         fresh: list[ServerState] = []
         for server in servers:
@@ -94,7 +121,7 @@ class Registry:
                 state = ServerState(server)
             elif state.server != server:
                 state.server = server
-                state.failures, state.out_until = 0, None
+                self.succeeded(state)
             if server.trained and not state.is_probed:
                 fresh.append(state)
             states[server.key] = state
@@ -168,13 +195,16 @@ class Registry:
     def candidates(self, match: Match, failed: frozenset[ServerKey]) -> list[Candidate]:
         """Servers that may take a call: the healthy ones, else whatever is registered.
 
-        One that this very call has failed on is left out while another one is there.
+        One that this very call has failed on is left out while another one is there. One whose
+        engine is paused is none.
         """
         now = self._clock.monotonic()
         fitting = [
             state
             for state in self._states.values()
-            if state.server.policy == match.policy and match.model in (None, state.server.model)
+            if state.server.policy == match.policy
+            and match.model in (None, state.server.model)
+            and not self.is_frozen(state.server)
         ]
         for wanted in (
             [s for s in fitting if self._is_in(s, now) and s.server.key not in failed],
@@ -191,7 +221,15 @@ class Registry:
     def is_healthy(self, key: ServerKey) -> bool:
         """Whether a registered server takes calls."""
         state = self._states.get(key)
-        return state is not None and self._is_in(state, self._clock.monotonic())
+        return (
+            state is not None
+            and self._is_in(state, self._clock.monotonic())
+            and not self.is_frozen(state.server)
+        )
+
+    def is_frozen(self, server: ModelServer) -> bool:
+        """Whether the server's engine is paused, as far as is known."""
+        return bool(self._frozen) and root_of(server.endpoint) in self._frozen
 
     def inflight(self, key: ServerKey) -> int:
         """Calls begun and not ended on a server."""
@@ -205,12 +243,14 @@ class Registry:
         if state.out_until is not None:
             # One call tries it again; others do when that one has fared well, or after as long.
             state.out_until = self._clock.monotonic() + self._settings.unhealthy_seconds
+            state.is_on_trial = True
         return state
 
     def end(self, state: ServerState) -> None:
         """Count a call out."""
         state.inflight -= 1
         if not state.inflight:
+            state.is_on_trial = False
             self._retired.pop(state.server.key, None)
 
     def answered(self, state: ServerState) -> None:
@@ -220,11 +260,34 @@ class Registry:
     def succeeded(self, state: ServerState) -> None:
         """The server gave a whole answer (a 4xx of the agent's making counts too)."""
         state.failures, state.out_until = 0, None
+        state.is_on_trial = state.said_well = state.is_distrusted = False
 
     def failed(self, state: ServerState) -> None:
         """The server refused, broke off or answered that it cannot; past a few it is taken out."""
         state.failures += 1
+        if state.is_on_trial:
+            state.is_on_trial = False
+            state.is_distrusted = state.said_well
         if state.failures >= self._settings.failures_to_unhealthy:
+            state.out_until = self._clock.monotonic() + self._settings.unhealthy_seconds
+
+    def out(self) -> list[ServerState]:
+        """Servers that get no calls because they failed."""
+        now = self._clock.monotonic()
+        return [state for state in self._states.values() if not self._is_in(state, now)]
+
+    def said_healthy(self, state: ServerState) -> None:
+        """A server that is out says that it is well: the next call tries it.
+
+        One that said so before and failed its call all the same waits its time out.
+        """
+        if state.out_until is not None and not state.is_distrusted and not state.is_on_trial:
+            state.out_until = self._clock.monotonic()
+            state.said_well = True
+
+    def said_unhealthy(self, state: ServerState) -> None:
+        """A server that is out cannot be reached, or says that it is not well: it stays out."""
+        if state.out_until is not None and not state.is_on_trial:
             state.out_until = self._clock.monotonic() + self._settings.unhealthy_seconds
 
     def version_of(self, server: ModelServer) -> int:

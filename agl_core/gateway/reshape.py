@@ -18,12 +18,14 @@ from agl_core.errors import AglError
 from agl_core.gateway.context import clamp
 from agl_core.gateway.dialects import (
     AnswerTee,
+    ChatDialect,
     CountTokensDialect,
     Dialect,
     MessagesDialect,
     ParsedRequest,
     ResponsesDialect,
     chat_dialect,
+    restored,
 )
 from agl_core.gateway.memory import ConversationMemory
 from agl_core.gateway.sampling import is_constrained, sampling_changes
@@ -162,6 +164,10 @@ class RequestShaper:
                 is_translated=True,
                 open_tee=translation.open_answer,
             )
+        if isinstance(dialect, ChatDialect) and route.server.trained:
+            mended = restored(parsed, self._memory.generated(rollout_id))
+            if mended is not None:
+                return _as_it_is(dialect, path, mended[0], {"arguments_restored": mended[1]})
         return _as_it_is(dialect, path, parsed)
 
     def _changes(
@@ -210,10 +216,13 @@ class RequestShaper:
         return changes
 
 
-def _as_it_is(dialect: Dialect, path: str, parsed: ParsedRequest) -> _Draft:
+def _as_it_is(
+    dialect: Dialect, path: str, parsed: ParsedRequest, normalised: Mapping[str, Any] | None = None
+) -> _Draft:
     return _Draft(
         dialect=dialect,
         request=parsed,
         path=path,
+        normalised=dict(normalised or {}),
         open_tee=lambda adjusted, status, kind: dialect.open_answer(parsed, adjusted, status, kind),
     )

@@ -6,6 +6,7 @@ Scripts: ``saying(...)``, ``answering(...)``, ``each(...)``, ``silent``, ``cutti
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import json
 from collections.abc import Iterator, Sequence
@@ -13,7 +14,7 @@ from typing import Any
 
 from attrs import frozen
 
-from agl_core.testing.raw_http import Exchange, Header, RawServer, Script
+from agl_core.testing.raw_http import Exchange, Header, RawServer, Script, SeenRequest
 
 EVENT_STREAM: tuple[Header, ...] = (("content-type", "text/event-stream; charset=utf-8"),)
 PROMPT = (1, 85, 1818, 2)
@@ -32,12 +33,89 @@ class Output:
 
 
 class FakeVllm(RawServer):
-    """A model server on raw sockets."""
+    """A model server on raw sockets.
+
+    What is asked of the engine itself (``/pause``, ``/resume``, ``/is_paused``, ``/health``) it
+    answers as vLLM 0.32 does. A script's requests that come while it is paused wait.
+
+    Attributes:
+        cards: What its list of models holds; None: it has no such list.
+        engine_requests: What was asked of the engine, apart from ``requests``.
+        engine_answers: Statuses in place of vLLM's, by path; None: never answered.
+        dev_mode: Without it there is no ``/pause`` and no ``/resume``.
+        is_paused: Whether the engine stands still.
+    """
+
+    def __init__(self, script: Script | None = None) -> None:
+        super().__init__(script)
+        self.cards: list[dict[str, Any]] | None = None
+        self.engine_requests: list[SeenRequest] = []
+        self.engine_answers: dict[str, int | None] = {}
+        self.dev_mode = True
+        self._running = asyncio.Event()
+        self._running.set()
+
+    @property
+    def is_paused(self) -> bool:
+        return not self._running.is_set()
+
+    def restart_engine(self) -> None:
+        """Let the engine run as a new one does."""
+        self._running.set()
+
+    def asked_of_engine(self, path: str) -> int:
+        """How often a path was asked for, whatever the query."""
+        return [r.target.partition("?")[0] for r in self.engine_requests].count(path)
 
     @property
     def model_calls(self) -> int:
-        """Requests so far."""
-        return len(self.requests)
+        """Requests so far, those for the list of models left out."""
+        return sum(request.method != "GET" for request in self.requests)
+
+    def _serve(self, exchange: Exchange, connection: Any) -> None:
+        request = exchange.request
+        path, _, query = request.target.partition("?")
+        if (request.method, path) in _ENGINE_ROUTES:
+            self.engine_requests.append(request)
+            self._answer_of_engine(exchange, path, query)
+            return
+        if (request.method, request.target) != ("GET", "/v1/models"):
+            super()._serve(exchange, connection)
+            return
+        self.requests.append(request)
+        if self.cards is None:
+            exchange.whole_json(404, {"detail": "Not Found"})
+        else:
+            exchange.whole_json(200, {"object": "list", "data": self.cards})
+
+    async def _run(self, script: Script, exchange: Exchange) -> None:
+        await self._running.wait()
+        await super()._run(script, exchange)
+
+    def _answer_of_engine(self, exchange: Exchange, path: str, query: str) -> None:
+        is_missing = path != "/health" and not self.dev_mode
+        status = self.engine_answers.get(path, 404 if is_missing else 200)
+        if status is None:
+            return
+        if status != 200:
+            exchange.whole_json(status, {"detail": "Not Found" if status == 404 else "Error"})
+        elif path == "/health":
+            exchange.whole(200, b"")
+        elif path == "/is_paused":
+            exchange.whole_json(200, {"is_paused": self.is_paused})
+        elif path == "/resume":
+            self._running.set()
+            exchange.whole_json(200, {"status": "resumed"})
+        elif query == "mode=keep":
+            self._running.clear()
+            exchange.whole_json(200, {"status": "paused"})
+        else:
+            exchange.whole_json(400, {"detail": f"this engine knows mode keep alone: {query}"})
+
+
+_ENGINE_ROUTES = frozenset(
+    {("POST", "/pause"), ("POST", "/resume"), ("GET", "/is_paused"), ("GET", "/health")}
+)
 
 
 def event(value: Any) -> bytes:

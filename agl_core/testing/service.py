@@ -23,6 +23,7 @@ _TABLES: dict[str, dict[str, Any]] = {
     "server": {"grace_seconds": 0.5},
     "gateway": {
         "probe": False,
+        "health_seconds": "none",
         "retry_backoff_seconds": 0.0,
         "hold_seconds": 20.0,
         # A request goes on as it came, so that what else changes in it is seen.

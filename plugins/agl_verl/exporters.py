@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from agl_core.errors import Invalid
 from agl_core.interfaces import Exporter, ExportOptions
 from agl_core.records import Event, Rollout
 from agl_core.tokens import trajectory_line, triplet_line
-from agl_core.wire import to_json, unknown_key
+from agl_core.wire import to_json
+from agl_verl.guard import check_parameters, check_sampling
 
 Line = Callable[..., dict[str, Any]]
 
@@ -27,11 +27,11 @@ class JsonLinesExporter(Exporter):
         self._line = line
 
     def begin(self, options: ExportOptions) -> bytes:
-        for name in options.parameters:
-            raise Invalid(unknown_key(name, ("ids", "group_id", "policy", "mode")))
+        check_parameters(options)
         return b""
 
     def encode(self, rollout: Rollout, events: Sequence[Event], options: ExportOptions) -> bytes:
+        check_sampling(rollout, events, options)
         return to_json(self._line(rollout, events, policy=options.policy)) + b"\n"
 
     def finish(self) -> bytes:

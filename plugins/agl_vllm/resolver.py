@@ -1,4 +1,4 @@
-"""Three ways to spread calls over servers.
+"""Four ways to spread calls over servers.
 
 All of them choose among the healthy servers that the core offers, and among those only the ones
 that the call has not failed on, as long as there is one. How much is in flight where is counted by
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import Counter, OrderedDict
 from collections.abc import Sequence
+from hashlib import blake2b
 from typing import Literal, Protocol
 
 import attrs
@@ -17,10 +18,15 @@ from attrs.validators import ge, in_
 
 from agl_core.interfaces import Candidate, Route, RouteRequest
 
-Balance = Literal["least_loaded_sticky", "round_robin", "least_inflight"]
+Balance = Literal["least_loaded_sticky", "rendezvous", "round_robin", "least_inflight"]
 ServerKey = tuple[str, str]
 
-_BALANCES: tuple[Balance, ...] = ("least_loaded_sticky", "round_robin", "least_inflight")
+_BALANCES: tuple[Balance, ...] = (
+    "least_loaded_sticky",
+    "rendezvous",
+    "round_robin",
+    "least_inflight",
+)
 
 
 @attrs.frozen(kw_only=True)
@@ -29,7 +35,9 @@ class VllmConfig:
 
     balance: Balance = attrs.field(default="least_loaded_sticky", validator=in_(_BALANCES))
     """``least_loaded_sticky`` keeps a rollout's calls on one server, where the prefix that they
-    share is cached; ``round_robin`` and ``least_inflight`` look at each call alone.
+    share is cached; ``rendezvous`` does so too, by a hash that every replica of the service
+    computes alike, at the price of a less even spread; ``round_robin`` and ``least_inflight`` look
+    at each call alone.
     """
     sticky_rollouts: int = attrs.field(default=100_000, validator=ge(1))
     """Rollouts whose server is remembered; past it, the one that was silent longest is chosen for
@@ -53,6 +61,8 @@ class VllmRouteResolver:
             self._strategy = _RoundRobin()
         elif config.balance == "least_inflight":
             self._strategy = _LeastInflight()
+        elif config.balance == "rendezvous":
+            self._strategy = _Rendezvous()
         else:
             self._strategy = _LeastLoadedSticky(config.sticky_rollouts)
 
@@ -75,6 +85,29 @@ class _LeastInflight:
 
     def forget(self, rollout_id: str) -> None:
         pass
+
+
+class _Rendezvous:
+    """The server whose hash with the rollout's id is highest.
+
+    A server that comes or goes moves only the rollouts that it wins or had, and they return to a
+    server that is back: its cache is still the best one there is. Nothing is remembered.
+    """
+
+    def pick(self, request: RouteRequest, pool: Sequence[Candidate]) -> Candidate:
+        rollout = request.rollout_id.encode()
+        return max(pool, key=lambda candidate: _hash(rollout, candidate.server.key))
+
+    def forget(self, rollout_id: str) -> None:
+        pass
+
+
+def _hash(rollout: bytes, key: ServerKey) -> bytes:
+    """A hash that is the same in every process, unlike ``hash``."""
+    digest = blake2b(rollout, digest_size=8)
+    for part in key:
+        digest.update(b"\0" + part.encode())
+    return digest.digest()
 
 
 class _RoundRobin:

@@ -1,7 +1,10 @@
-"""The resolver for vLLM servers: the contract of all resolvers, and its three ways to balance."""
+"""The resolver for vLLM servers: the contract of all resolvers, and its four ways to balance."""
 
 from __future__ import annotations
 
+import asyncio
+import os
+import sys
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
@@ -19,6 +22,14 @@ class TestStickyContract(RouteResolverContract):
     @pytest.fixture
     async def resolver(self) -> VllmRouteResolver:
         return VllmRouteResolver()
+
+
+class TestRendezvousContract(RouteResolverContract):
+    most_apart = 40
+
+    @pytest.fixture
+    async def resolver(self) -> VllmRouteResolver:
+        return VllmRouteResolver(VllmConfig(balance="rendezvous"))
 
 
 class TestRoundRobinContract(RouteResolverContract):
@@ -246,3 +257,69 @@ async def test_c06_load_is_read_from_what_is_offered_and_never_remembered() -> N
         held[server.key] += 1
     # All ended: the counts are even again, and the first in order is picked.
     assert await pick(resolver, "later", offer(servers)) == one
+
+
+# --- rendezvous
+
+
+def rendezvous() -> VllmRouteResolver:
+    return VllmRouteResolver(VllmConfig(balance="rendezvous"))
+
+
+async def places(
+    resolver: VllmRouteResolver, servers: Sequence[ModelServer], count: int = 400
+) -> dict[str, ModelServer]:
+    return {f"r-{n}": await pick(resolver, f"r-{n}", offer(servers)) for n in range(count)}
+
+
+async def test_rendezvous_is_the_same_for_every_replica_and_every_order_of_servers() -> None:
+    servers = make_servers(5)
+    assert await places(rendezvous(), servers) == await places(rendezvous(), servers[::-1])
+
+
+async def test_rendezvous_does_not_depend_on_the_process() -> None:
+    servers = make_servers(5)
+    script = """
+import asyncio
+from agl_core.interfaces import RouteRequest
+from agl_core.testing.contracts.resolver import POLICY, make_servers, offer
+from agl_vllm import VllmConfig, VllmRouteResolver
+resolver = VllmRouteResolver(VllmConfig(balance="rendezvous"))
+for n in range(20):
+    request = RouteRequest(rollout_id=f"r-{n}", attempt_id="a", policy=POLICY, model=None, api="x")
+    print(asyncio.run(resolver.resolve(request, offer(make_servers(5)))).server.endpoint)
+"""
+    process = await asyncio.create_subprocess_exec(
+        sys.executable,
+        "-c",
+        script,
+        stdout=asyncio.subprocess.PIPE,
+        env={**os.environ, "PYTHONHASHSEED": "1"},
+    )
+    async with asyncio.timeout(30):
+        printed, _ = await process.communicate()
+    here = await places(rendezvous(), servers, 20)
+    assert printed.decode().split() == [server.endpoint for server in here.values()]
+
+
+async def test_rendezvous_moves_only_the_rollouts_of_the_server_that_leaves() -> None:
+    resolver, servers = rendezvous(), make_servers(5)
+    before, without = await places(resolver, servers), await places(resolver, servers[1:])
+    moved = {rollout_id for rollout_id in before if before[rollout_id] != without[rollout_id]}
+    assert moved == {rollout_id for rollout_id in before if before[rollout_id] == servers[0]}
+    assert len({without[rollout_id].endpoint for rollout_id in moved}) == 4
+    assert await places(resolver, servers) == before
+
+
+async def test_rendezvous_spreads_over_all_servers() -> None:
+    counts = Counter(s.endpoint for s in (await places(rendezvous(), make_servers(4))).values())
+    assert len(counts) == 4
+    assert min(counts.values()) > 60
+
+
+async def test_c07_rendezvous_leaves_the_server_that_the_call_failed_on() -> None:
+    resolver, servers = rendezvous(), make_servers(3)
+    first = await pick(resolver, "rollout", offer(servers))
+    second = await pick(resolver, "rollout", offer(servers), failed=[first])
+    assert second != first
+    assert await pick(resolver, "rollout", offer(servers)) == first

@@ -21,6 +21,7 @@ from agl_core.gateway.dialects.counting import CountTokensDialect
 from agl_core.gateway.dialects.messages import MessagesDialect
 from agl_core.gateway.dialects.other import OtherDialect
 from agl_core.gateway.dialects.responses import ResponsesDialect
+from agl_core.gateway.dialects.restore import restored
 
 __all__ = [
     "Answer",
@@ -37,6 +38,7 @@ __all__ = [
     "chat_dialect",
     "dialect_for",
     "is_event_stream",
+    "restored",
 ]
 
 _CHAT = ChatDialect()

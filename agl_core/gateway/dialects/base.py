@@ -173,6 +173,11 @@ class AnswerTee(ABC):
         return None
 
     @property
+    def token_counts(self) -> Mapping[int, int]:
+        """How many token ids have come so far, by choice."""
+        return {}
+
+    @property
     def generated(self) -> Mapping[str, str]:
         """The arguments of tool calls exactly as the model wrote them, by call id."""
         return {}

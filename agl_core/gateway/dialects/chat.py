@@ -70,6 +70,23 @@ class ChatTee(TokenTee):
             answer["prompt_token_ids"] = states[0].prompt_token_ids
         return answer
 
+    @property
+    def generated(self) -> dict[str, str]:
+        """The arguments of each tool call exactly as the model wrote them, by call id."""
+        if self.is_stream:
+            calls: list[Any] = [c for state in self._states.values() for c in state.tool_calls]
+        elif self._shown is not None and b'"arguments"' in self._shown:
+            calls = _calls_of(self._decode_shown())
+        else:
+            calls = []
+        found: dict[str, str] = {}
+        for call in calls:
+            function = call.get("function") if isinstance(call, dict) else None
+            arguments = function.get("arguments") if isinstance(function, dict) else None
+            if isinstance(arguments, str) and isinstance(call.get("id"), str):
+                found[call["id"]] = arguments
+        return found
+
     def _text(self, state: ChoiceState) -> str | None:
         """Return the content, unless a parser or ``echo`` stands between it and the tokens."""
         content = _message(state)["content"]
@@ -160,6 +177,17 @@ def _merge_call(calls: list[dict[str, Any]], delta: dict[str, Any]) -> None:
         for name, value in function.items():
             if isinstance(value, str):
                 call["function"][name] = call["function"].get(name, "") + value
+
+
+def _calls_of(answer: Any) -> list[Any]:
+    """Return the tool calls of a whole answer, of all its choices."""
+    found: list[Any] = []
+    choices = answer.get("choices") if isinstance(answer, dict) else None
+    for choice in choices if isinstance(choices, list) else ():
+        message = choice.get("message") if isinstance(choice, dict) else None
+        calls = message.get("tool_calls") if isinstance(message, dict) else None
+        found += calls if isinstance(calls, list) else ()
+    return found
 
 
 def _message(state: ChoiceState) -> dict[str, Any]:

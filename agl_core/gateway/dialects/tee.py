@@ -83,6 +83,11 @@ class TokenTee(AnswerTee):
         """Whether a generated token or text has come by."""
         return self._first_token_seen
 
+    @property
+    def token_counts(self) -> dict[int, int]:
+        """How many token ids have come so far, by choice."""
+        return {index: len(state.token_ids or ()) for index, state in self._states.items()}
+
     @abstractmethod
     def _is_empty(self, choice: ChunkChoice) -> bool:
         """Tell whether a choice of a chunk would not have been sent without our additions."""

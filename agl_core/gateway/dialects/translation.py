@@ -174,9 +174,14 @@ class TranslatedTee(AnswerTee):
         return "text/event-stream; charset=utf-8" if self.is_stream else "application/json"
 
     @property
+    def token_counts(self) -> Mapping[int, int]:
+        """How many token ids have come so far, by choice."""
+        return self._inner.token_counts
+
+    @property
     def generated(self) -> dict[str, str]:
         """The arguments of each tool call exactly as the model wrote them, by call id."""
-        return generated_of(self._inner.result())
+        return dict(self._inner.generated)
 
     def result(self) -> Answer:
         """Return the tokens of the chat answer with the answer as the agent got it."""
@@ -223,22 +228,6 @@ def translation_of(
 
     kept = {name: value for name, value in normalised.items() if value}
     return Translation(request=request, open_answer=open_answer, normalised=kept)
-
-
-def generated_of(answer: Answer) -> dict[str, str]:
-    """Return the arguments text of each tool call of a chat answer, by call id."""
-    response = answer.response
-    found: dict[str, str] = {}
-    choices = response.get("choices") if isinstance(response, dict) else None
-    for choice in choices if isinstance(choices, list) else ():
-        message = choice.get("message") if isinstance(choice, dict) else None
-        calls = message.get("tool_calls") if isinstance(message, dict) else None
-        for call in calls if isinstance(calls, list) else ():
-            call_id, function = call.get("id"), call.get("function")
-            arguments = function.get("arguments") if isinstance(function, dict) else None
-            if isinstance(call_id, str) and isinstance(arguments, str):
-                found[call_id] = arguments
-    return found
 
 
 def write_event(name: str, data: Mapping[str, Any]) -> bytes:

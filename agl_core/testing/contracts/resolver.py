@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from typing import ClassVar
 
 import attrs
 import pytest
@@ -36,7 +37,13 @@ class RouteResolverContract:
 
     A resolver may leave calls to the next one. One that answers special calls alone makes them in
     its own ``make_request`` and ``make_candidates``.
+
+    Attributes:
+        most_apart: Of 1000 rollouts with a held call each on 16 servers, by how many the busiest
+            server may be ahead of the idlest. One that places rollouts by hash says more than 1.
     """
+
+    most_apart: ClassVar[int] = 1
 
     @pytest.fixture
     async def resolver(self) -> RouteResolver:
@@ -124,7 +131,7 @@ class RouteResolverContract:
         for number in range(1000):
             server = await self.pick(resolver, f"rollout-{number}", offer(servers, held))
             held[server.key] += 1
-        assert max(held.values()) - min(held[server.key] for server in servers) <= 1
+        assert max(held.values()) - min(held[server.key] for server in servers) <= self.most_apart
 
     async def test_calls_at_once_are_each_routed(self, resolver: RouteResolver) -> None:
         servers = self.make_servers(4)

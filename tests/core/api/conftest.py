@@ -19,7 +19,7 @@ from agl_core.errors import Invalid, NotFound
 from agl_core.feed import ChangeFeed
 from agl_core.interfaces import ExportOptions
 from agl_core.records import Event, ModelServer, Rollout
-from agl_core.services import Services
+from agl_core.services import Services, StateChange
 from agl_core.settings import AuthSettings, GatewaySettings, Secret, ServerSettings, Settings
 from agl_core.testing.servers import serve_asgi
 from agl_core.wire import to_builtins, to_json
@@ -36,6 +36,7 @@ class NotingGateway:
     """A GatewayControl without model calls: it pauses, aborts and publishes on paper."""
 
     def __init__(self) -> None:
+        self.store: MemoryStore | None = None
         self.servers: set[tuple[str, str]] = set()
         self.paused: dict[str, str] = {}
         self.aborted: list[str] = []
@@ -52,14 +53,23 @@ class NotingGateway:
         mode: str,
         reason: str | None = None,
         drain_seconds: float | None = None,
+        *,
+        change: StateChange | None = None,
     ) -> None:
         if policy == "nobody":
             raise NotFound("there is no policy 'nobody'")
+        await self._change(change)
         self.pause_calls.append((policy, mode, reason, drain_seconds))
         self.paused[policy or "all"] = mode
 
-    async def resume(self, policy: str | None) -> None:
+    async def resume(self, policy: str | None, *, change: StateChange | None = None) -> None:
+        await self._change(change)
         self.paused.pop(policy or "all", None)
+
+    async def _change(self, change: StateChange | None) -> None:
+        if change is not None:
+            assert self.store is not None
+            await self.store.change_gateway_state(change)
 
     def state(self) -> dict[str, Any]:
         return {
@@ -191,6 +201,7 @@ async def start() -> AsyncIterator[StartService]:
             store = await stack.enter_async_context(MemoryStore(clock))
             feed = ChangeFeed(store, clock, settings.server.max_waiters)
             gateway = NotingGateway()
+            gateway.store = store
             services = Services(
                 settings=settings,
                 clock=clock,

@@ -33,6 +33,7 @@ async def test_registering_is_201_and_again_200(service: Any) -> None:
         "logprobs_mode": "unknown",
         "credential": None,
         "salt": False,
+        "native": [],
         "healthy": True,
         "inflight": 0,
     }
@@ -70,6 +71,22 @@ async def test_put_replaces_the_set_at_once(service: Any) -> None:
     assert (await service.ask("PUT", PATH, json=twice)).status_code == 422
     await service.ask("PUT", PATH, json={"items": []})
     assert await registry(service) == []
+
+
+async def test_put_may_resume_or_pause_in_the_same_step(service: Any) -> None:
+    await service.ask("POST", "/api/gateway/pause", json={})
+    body = {"items": [server(version=2)], "resume": True}
+    assert (await service.ask("PUT", PATH, json=body)).json()["items"][0]["version"] == 2
+    assert await registry(service) == [("m", ENDPOINT, 2)]
+    assert service.gateway.paused == {}
+    pause = {"policy": "m", "mode": "keep", "reason": "weights", "drain_seconds": 3}
+    await service.ask("PUT", PATH, json={"items": [server(version=3)], "pause": pause})
+    assert await registry(service) == [("m", ENDPOINT, 3)]
+    assert service.gateway.pause_calls[1:] == [("m", "keep", "weights", 3.0)]
+    both = {"items": [], "resume": True, "pause": pause}
+    refused = await service.ask("PUT", PATH, json=both)
+    assert (refused.status_code, refused.json()["code"]) == (422, "invalid")
+    assert await registry(service) == [("m", ENDPOINT, 3)]
 
 
 async def test_delete_removes_a_models_servers_or_one_of_them(service: Any) -> None:

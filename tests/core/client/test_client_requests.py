@@ -241,6 +241,21 @@ CASES: list[tuple[str, tuple[Any, ...], dict[str, Any], tuple[Any, ...], Any]] =
         {"items": [SERVER]},
     ),
     (
+        "replace_models",
+        ([{"model": "m", "endpoint": "http://h/v1", "version": 1}],),
+        {"resume": True},
+        (
+            "PUT",
+            "/api/models",
+            {},
+            {
+                "items": [{"model": "m", "endpoint": "http://h/v1", "version": 1}],
+                "resume": True,
+            },
+        ),
+        {"items": [SERVER]},
+    ),
+    (
         "remove_model",
         ("m",),
         {"endpoint": "http://h/v1"},

@@ -277,7 +277,7 @@ async def test_c05_silent_server_delays_only_its_own_calls(
     assert set(statuses) == {200, 504}
     assert statuses.count(504) == len(quiet.requests)
     # All hundred calls are made in one go on this loop; the answers come far sooner than that.
-    assert slowest < 0.5
+    assert slowest < 2.0
     before = len(quiet.requests)
     for number in range(100):
         assert (await service.call(f"r{number}")).status == 200

@@ -119,6 +119,7 @@ async def test_open_stream_is_finished_within_the_grace(start: Start) -> None:
         late = await service.client.get(f"{service.url}/readyz")
         assert late.status_code == 503
         assert late.headers["retry-after"]
+        assert late.headers["x-request-id"].startswith("req-")
         refused = await service.call()
         assert refused[0] == 503
         exchange.write(b"".join(pieces[1:]))

@@ -1052,9 +1052,9 @@ async def test_c09_cost_of_a_call_does_not_grow_with_the_number_of_open_calls():
 
     await seconds_for(50)
     few = min([await seconds_for(200), await seconds_for(200)])
-    many = await seconds_for(1600)
+    many = min([await seconds_for(1600), await seconds_for(1600)])
     # Eight times the calls; quadratic would be 64 times the time.
-    assert many < few * 8 * 3
+    assert many < few * 8 * 5
 
 
 @pytest.mark.parametrize("name", LOOPS)

@@ -1,0 +1,84 @@
+"""What must not be trained on though its tokens are complete: how it was sampled says so.
+
+A trainer divides by one temperature, and its importance ratios need the log-probabilities of the
+distribution that was sampled from. What breaks either would be learned from without a sign.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from agl_core.errors import Invalid
+from agl_core.interfaces import ExportOptions
+from agl_core.records import Event, Rollout
+from agl_core.tokens import attempt_events, untrainable_sampling
+from agl_core.wire import unknown_key
+
+ALLOW_RAW = "allow_raw_sampling"
+ALLOW_MIXED = "allow_mixed_temperature"
+_SELECTION = ("ids", "group_id", "policy", "mode")
+_TEMPERATURES = "temperatures"
+
+
+def check_parameters(options: ExportOptions) -> None:
+    """Refuse parameters that are not the guard's.
+
+    Raises:
+        Invalid: Naming the nearest that there is.
+    """
+    for name, value in options.parameters.items():
+        if name not in (ALLOW_RAW, ALLOW_MIXED):
+            raise Invalid(unknown_key(name, (*_SELECTION, ALLOW_RAW, ALLOW_MIXED)))
+        if value not in ("true", "false"):
+            raise Invalid(f"{name} is true or false, not {value!r}")
+
+
+def check_sampling(rollout: Rollout, events: Sequence[Event], options: ExportOptions) -> None:
+    """Refuse the export where a call of a rollout cannot be trained on for its sampling.
+
+    Validation is not trained on, so its rollouts may be sampled in any way.
+
+    Raises:
+        Invalid: Naming the call, the values, and the parameter that allows them all the same.
+    """
+    if rollout.mode != "train":
+        return
+    allows_raw = options.parameters.get(ALLOW_RAW) == "true"
+    allows_mixed = options.parameters.get(ALLOW_MIXED) == "true"
+    seen: dict[str, tuple[Any, str]] = options.state.setdefault(_TEMPERATURES, {})
+    for event in attempt_events(rollout, events)[1]:
+        data = event.data
+        if not _is_exported(event, options.policy):
+            continue
+        sampling: Mapping[str, Any] = data.get("sampling") or {}
+        name = f"call {data.get('call_id')} of rollout {rollout.rollout_id!r}"
+        problem = None if allows_raw else untrainable_sampling(sampling)
+        if problem is not None:
+            raise Invalid(
+                f"{name} cannot be trained on: {problem}",
+                hint=f"{ALLOW_RAW}=true exports it all the same",
+            )
+        temperature = sampling.get("temperature")
+        first, first_name = seen.setdefault(str(data.get("policy")), (temperature, name))
+        if temperature != first and not allows_mixed:
+            raise Invalid(
+                f"temperatures differ: {_said(temperature)} in {name}, "
+                f"{_said(first)} in {first_name}; a batch has one",
+                hint=f"export them apart, or with {ALLOW_MIXED}=true",
+            )
+
+
+def _is_exported(event: Event, policy: str | None) -> bool:
+    data = event.data
+    return (
+        event.event_type == "model_request"
+        and bool(data.get("trained"))
+        and data.get("status") == "ok"
+        and policy in (None, data.get("policy"))
+        and any(choice.get("tokens") == "complete" for choice in data.get("choices") or ())
+    )
+
+
+def _said(temperature: Any) -> str:
+    return "the server's own" if temperature is None else str(temperature)
