@@ -172,11 +172,15 @@ def test_every_agl_command_exists_with_its_options(page: Page) -> None:
         command: click.Command = agl
         rest = list(words)
         while isinstance(command, click.Group) and rest and not rest[0].startswith("-"):
-            found = command.get_command(click.Context(command), rest[0])
+            found = command.get_command(click.Context(command, **command.context_settings), rest[0])
             if found is None:
                 break
             command, rest = found, rest[1:]
-        options = {o for p in command.get_params(click.Context(command)) for o in p.opts}
+        options = {
+            o
+            for p in command.get_params(click.Context(command, **command.context_settings))
+            for o in p.opts
+        }
         options |= {"-h", "--help"}
         unknown = [word for word in rest if word.startswith("-") and word not in options]
         if unknown or (isinstance(command, click.Group) and rest and not rest[0].startswith("-")):
