@@ -255,6 +255,8 @@ class Gateway:
             for status, count in sorted(self._recorder.recorded.items())
         ]
         rows.append(("agl_gateway_retries_total", {}, self._forwarder.retries))
+        rows.append(("agl_gateway_repeats_total", {"kind": "joined"}, self._repeats.joined))
+        rows.append(("agl_gateway_repeats_total", {"kind": "replayed"}, self._repeats.replayed))
         for policy, values in self.state()["policies"].items():
             rows.extend(
                 (f"agl_gateway_{name}", {"policy": policy}, values[name])
