@@ -31,7 +31,13 @@ from agl_core.gateway.kills import KILL_ERRORS, STATUS_OF_KILL, Killer
 from agl_core.gateway.memory import ConversationMemory
 from agl_core.gateway.recorder import Recorder
 from agl_core.gateway.registry import Match, ModelNotFound, Registry, root_of
-from agl_core.gateway.replies import error_event, headers_to_agent, send_error
+from agl_core.gateway.replies import (
+    error_event,
+    headers_to_agent,
+    is_overload,
+    send_error,
+    with_retry_after,
+)
 from agl_core.gateway.timers import Heartbeat, TotalTimer
 from agl_core.gateway.upstream import UpstreamAnswer
 from agl_core.gateway.versions import SETTLED_SECONDS, VersionMark
@@ -241,6 +247,8 @@ class Call:
         headers = headers_to_agent(answer.headers, tee.content_type)
         if connected.is_final_failure:
             headers.append((b"x-should-retry", b"false"))
+        if is_overload(answer.status):
+            headers = with_retry_after(headers)
         if tee.is_stream:
             await self._relay_stream(connected, tee, headers)
         elif self.dialect.api == "other":

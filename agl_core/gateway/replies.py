@@ -75,6 +75,18 @@ def headers_to_agent(headers: Iterable[Header], content_type: str | None = None)
     return [*kept, (b"content-type", content_type.encode("latin-1"))]
 
 
+def is_overload(status: int) -> bool:
+    """Whether a status says that the server has too much to do for the moment."""
+    return status in (429, 503, 529)
+
+
+def with_retry_after(headers: list[Header]) -> list[Header]:
+    """Headers that say when to come again: to some harnesses a 429 is the end without it."""
+    if any(name.lower() == b"retry-after" for name, _ in headers):
+        return headers
+    return [*headers, (b"retry-after", b"2")]
+
+
 def error_body(error: AglError, path: str) -> bytes:
     """An error in the shape that the SDK for this path parses."""
     if path.startswith("messages"):

@@ -420,3 +420,18 @@ async def test_interim_answer_is_not_taken_for_the_answer(
         called = await calling
     assert called.status == 200
     assert "link" not in called.headers
+
+
+@pytest.mark.parametrize(
+    ("status", "given", "wanted"),
+    [(429, [], "2"), (503, [("retry-after", "7")], "7"), (500, [], None)],
+)
+async def test_overload_always_says_when_to_come_again(
+    open_service: Any, open_vllm: Any, status: int, given: list[tuple[str, str]], wanted: str | None
+) -> None:
+    server = await open_vllm(answering(status, {"error": {"message": "busy"}}, given))
+    service = await open_service(retries=0)
+    await service.register(server.endpoint)
+    await service.rollout("r")
+    called = await service.call("r")
+    assert (called.status, called.headers.get("retry-after")) == (status, wanted)
