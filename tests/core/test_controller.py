@@ -291,7 +291,7 @@ async def test_attempts_that_run_too_long_end_by_timeout(
 async def test_paused_time_does_not_count(url: str, client: Client, state: Path) -> None:
     await client.register_model(model="actor", endpoint="http://127.0.0.1:9/v1")
     async with controlling(url, runner_at(state), timeout_seconds=0.3):
-        await client.pause("actor", mode="keep")
+        await client.pause("actor", mode="drain")
         (rollout,) = await client.enqueue(shell("sleep 1.2"))
         (rollout,) = await client.wait([rollout.rollout_id], timeout=WAIT_SECONDS)
         assert rollout.status == "succeeded"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import queue
 import re
@@ -46,8 +47,10 @@ def _apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def agl(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Agl:
+def agl(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Iterator[Agl]:
     """Run ``agl`` with arguments in this process, as its script does."""
+    root = logging.getLogger()
+    before = (root.handlers[:], root.level)
 
     def run(*arguments: str) -> Ran:
         monkeypatch.setattr(sys, "argv", ["agl", *arguments])
@@ -61,7 +64,10 @@ def agl(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> A
         out, err = capfd.readouterr()
         return Ran(status if isinstance(status, int) else 1, out, err)
 
-    return run
+    yield run
+    # A command logs to the standard error that this test has captured, which is closed by now.
+    root.handlers[:], level = before
+    root.setLevel(level)
 
 
 def run_process(*arguments: str, environ: Mapping[str, str] | None = None) -> Ran:
