@@ -24,6 +24,7 @@ from agl_core.gateway.call_limits import CallLimits
 from agl_core.gateway.capture import CallFacts, as_event
 from agl_core.gateway.dialects import Answer, AnswerTee, Dialect
 from agl_core.gateway.dialects.sse import whole_events
+from agl_core.gateway.dialects.translation import TranslationError
 from agl_core.gateway.forward import Connected, Forwarder, NoServer, Outbound
 from agl_core.gateway.gate import Gates
 from agl_core.gateway.incoming import Header, Incoming, Reply
@@ -57,6 +58,9 @@ _RECORDED_BYTES = 8 * 2**20
 
 class Aborted(Exception):
     """The engine ended the call with ``abort``: to be run again, or to end as a retryable error."""
+
+
+_ASKED_IN_VAIN = (ModelNotFound, TranslationError)
 
 
 @define(kw_only=True)
@@ -469,8 +473,8 @@ class Call:
         await self._fail(exc, is_final=bool(exc.details.get("retried")))
 
     async def _refuse(self, exc: AglError) -> None:
-        """Answer with an error of ours; one that tells of a wrong model name is recorded too."""
-        if isinstance(exc, ModelNotFound):
+        """Answer with an error of ours; what the agent asked for in vain is recorded too."""
+        if isinstance(exc, _ASKED_IN_VAIN):
             self.facts.http_status = exc.status
             await self._record_quietly("upstream_error", exc)
         await self._fail(exc)
