@@ -216,6 +216,8 @@ async def test_c77_cancelled_rollout_ends_with_its_processes(
     async with controlling(url, runner_at(state)):
         (rollout,) = await client.enqueue(shell(f": >{tmp_path}/started; sleep 60"))
         await until((tmp_path / "started").exists)
+        # One whose attempt has not been reported yet is cancelled at once, and ends a little later.
+        await until_running(client, rollout.rollout_id)
         await client.cancel(rollout.rollout_id)
         (rollout,) = await client.wait([rollout.rollout_id], timeout=WAIT_SECONDS)
         assert living(state) == []
