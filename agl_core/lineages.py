@@ -16,10 +16,10 @@ from __future__ import annotations
 from array import array
 from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from typing import Any
 
-from attrs import frozen
+from attrs import field, frozen
 
 from agl_core.turns import ID_BYTES, Turn, unpack_ids
 
@@ -39,6 +39,8 @@ class RowTurn:
     """(first token, version), counted from this turn's first sampled token; see ``Turn.spans``."""
     reward: float | None
     finish_reason: str | None
+    extras: Mapping[str, Any] = field(factory=dict)
+    """What else the engine told of this turn's choice; see ``Turn.extras``."""
 
 
 @frozen(kw_only=True)
@@ -89,9 +91,13 @@ class Merged:
     splits: tuple[Split, ...] = ()
     abandoned: int = 0
     """Turns that nothing extends while another turn with an equal prompt is extended."""
+    too_long: int = 0
+    """Turns of rows that were longer than allowed, and are therefore no rows."""
 
 
-def merge(turns: Iterable[Turn], *, keep_abandoned: bool = True) -> Merged:
+def merge(
+    turns: Iterable[Turn], *, keep_abandoned: bool = True, max_length: int | None = None
+) -> Merged:
     """Merge the turns of one attempt into rows.
 
     Lineages never cross a policy or an adapter, and a turn continues another only if it has the
@@ -101,6 +107,8 @@ def merge(turns: Iterable[Turn], *, keep_abandoned: bool = True) -> Merged:
     Args:
         turns: Turns of a single attempt, in any order; those without a response are left out.
         keep_abandoned: Whether abandoned turns train. They are counted either way.
+        max_length: Tokens that a row may have. A longer one is left out whole: a cut could go
+            through an image's placeholders, and would train what led to an end that is not there.
     """
     lineages: dict[tuple[str, str | None], list[Turn]] = defaultdict(list)
     for turn in sorted(turns, key=_by_time):
@@ -118,14 +126,21 @@ def merge(turns: Iterable[Turn], *, keep_abandoned: bool = True) -> Merged:
         # They are leaves, so the rest of the forest stays as it is.
         parents = {turn: parent for turn, parent in parents.items() if turn not in abandoned}
     paths = _cut(parents)
-    trained = sum(turn.response_length for turn in parents)
+    if max_length is not None:
+        paths = [path for path in paths if path[-1].context_length <= max_length]
+    training = {turn for path in paths for turn in path}
+    trained = sum(turn.response_length for turn in training)
     return Merged(
-        rows=tuple(_row(path, parents[path[0]], n, trained) for n, path in enumerate(paths)),
+        rows=tuple(
+            _row(path, _training_ancestor(path[0], parents, training), n, trained)
+            for n, path in enumerate(paths)
+        ),
         splits=tuple(
             Split(call_id=turn.call_id, choice=turn.choice, index=index)
             for turn, index in sorted(splits, key=lambda split: _by_time(split[0]))
         ),
         abandoned=len(abandoned),
+        too_long=len(parents) - len(training),
     )
 
 
@@ -275,6 +290,16 @@ def _cut(parents: Mapping[Turn, Turn | None]) -> list[list[Turn]]:
     return paths
 
 
+def _training_ancestor(
+    turn: Turn, parents: Mapping[Turn, Turn | None], training: Set[Turn]
+) -> Turn | None:
+    """Find the nearest turn above one that trains; those of a row left out do not."""
+    ancestor = parents[turn]
+    while ancestor is not None and ancestor not in training:
+        ancestor = parents[ancestor]
+    return ancestor
+
+
 def _row_sampling(turn: Turn) -> tuple[Any, ...]:
     return (turn.logprobs_mode, *(turn.sampling.get(name) for name in _ROW_SAMPLING))
 
@@ -301,6 +326,7 @@ def _row(path: Sequence[Turn], parent: Turn | None, segment: int, trained: int) 
                 version_spans=turn.spans,
                 reward=turn.reward,
                 finish_reason=turn.finish_reason,
+                extras=turn.extras,
             )
             for turn in path
         ),

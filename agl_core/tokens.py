@@ -7,6 +7,7 @@ the causes), ``rewards_of`` reads the rewards, ``merge`` makes rows of turns. ``
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -53,11 +54,34 @@ def attempt_events(rollout: Rollout, events: Iterable[Event]) -> tuple[str | Non
 
 
 def triplet_line(
-    rollout: Rollout, events: Iterable[Event], *, policy: str | None = None
+    rollout: Rollout,
+    events: Iterable[Event],
+    *,
+    policy: str | None = None,
+    max_length: int | None = None,
 ) -> dict[str, Any]:
-    """Give a rollout as (prompt, response, reward) triplets, one for each turn, in order."""
+    """Give a rollout as (prompt, response, reward) triplets, one for each turn, in order.
+
+    A triplet has no place for images, audio and video: a turn whose prompt has any is left out,
+    since its placeholder ids alone would look like text to train on.
+
+    Args:
+        rollout: Whose calls.
+        events: Of the rollout.
+        policy: The policy whose calls are wanted; None: every trained one.
+        max_length: Tokens that prompt and response may have together; a longer turn is left out.
+    """
     attempt_id, events = attempt_events(rollout, events)
     result = turns_of(events, policy=policy)
+    skipped = Counter(result.skipped)
+    turns = []
+    for turn in result.turns:
+        if turn.media:
+            skipped["multimodal_unsupported"] += 1
+        elif max_length is not None and turn.context_length > max_length:
+            skipped["too_long"] += 1
+        else:
+            turns.append(turn)
     return {
         **_rollout_to_wire(rollout, attempt_id),
         "reward": rewards_of(events, policy=policy).final,
@@ -72,10 +96,11 @@ def triplet_line(
                 "version_start": turn.version_start,
                 "version_end": turn.version_end,
                 "reward": turn.reward,
+                **_extras_to_wire(turn.extras),
             }
-            for turn in result.turns
+            for turn in turns
         ],
-        "skipped": result.skipped,
+        **_skipped_to_wire(skipped, result),
     }
 
 
@@ -85,12 +110,27 @@ def trajectory_line(
     *,
     policy: str | None = None,
     keep_abandoned: bool = True,
+    max_length: int | None = None,
 ) -> dict[str, Any]:
-    """Give a rollout as the rows that its turns merge into."""
+    """Give a rollout as the rows that its turns merge into.
+
+    A row's ``media`` are the digests of its prompt's images, audio and video, in order. The media
+    themselves are in the request of the row's last call.
+
+    Args:
+        rollout: Whose calls.
+        events: Of the rollout.
+        policy: The policy whose calls are wanted; None: every trained one.
+        keep_abandoned: Whether turns that were left behind train.
+        max_length: Tokens that a row may have; a longer one is left out whole.
+    """
     attempt_id, events = attempt_events(rollout, events)
     result = turns_of(events, policy=policy)
     rewards = rewards_of(events, policy=policy)
-    merged = merge(result.turns, keep_abandoned=keep_abandoned)
+    merged = merge(result.turns, keep_abandoned=keep_abandoned, max_length=max_length)
+    skipped = Counter(result.skipped)
+    if merged.too_long:
+        skipped["too_long"] += merged.too_long
     return {
         **_rollout_to_wire(rollout, attempt_id),
         "reward": rewards.final,
@@ -101,8 +141,17 @@ def trajectory_line(
             for split in merged.splits
         ],
         "abandoned": merged.abandoned,
-        "skipped": result.skipped,
+        **_skipped_to_wire(skipped, result),
     }
+
+
+def _skipped_to_wire(skipped: Mapping[str, int], result: TurnsResult) -> dict[str, Any]:
+    refused = result.refused_models
+    return {"skipped": dict(skipped), **({"refused_models": refused} if refused else {})}
+
+
+def _extras_to_wire(extras: Mapping[str, Any]) -> dict[str, Any]:
+    return {"extras": dict(extras)} if extras else {}
 
 
 def _rollout_to_wire(rollout: Rollout, attempt_id: str | None) -> dict[str, Any]:
@@ -143,6 +192,7 @@ def _row_turn_to_wire(turn: RowTurn) -> dict[str, Any]:
         "version_spans": None if spans is None else [list(span) for span in spans],
         "reward": turn.reward,
         "finish_reason": turn.finish_reason,
+        **_extras_to_wire(turn.extras),
     }
 
 

@@ -22,7 +22,13 @@ Why a call or one of its choices is no turn, the keys of ``skipped``:
 ``empty_response``     no token was sampled
 =====================  =======================================================================
 
-A cause of a call counts once, a cause of a choice once per choice.
+A cause of a call counts once, a cause of a choice once per choice. Two more are those of a line,
+which count turns:
+
+==========================  ==================================================================
+``multimodal_unsupported``  its prompt has images, audio or video, which the line has no room for
+``too_long``                it, or the row it was merged into, has more tokens than allowed
+==========================  ==================================================================
 """
 
 from __future__ import annotations
@@ -30,6 +36,7 @@ from __future__ import annotations
 import base64
 import binascii
 import hashlib
+import json
 import math
 import sys
 from array import array
@@ -44,7 +51,15 @@ from agl_core.records import Event
 ID_BYTES = 4
 _SAMPLING_APIS = frozenset({"chat", "completions", "responses", "messages"})
 _STATUS_CAUSES = frozenset({"client_gone", "timeout", "truncated", "aborted"})
-_MEDIA_FIELDS = ("image_url", "input_audio", "audio_url", "video_url", "source")
+_MEDIA_FIELDS = (
+    "image_url",
+    "input_audio",
+    "audio_url",
+    "video_url",
+    "source",
+    "image_embeds",
+    "audio_embeds",
+)
 
 
 def pack_ids(ids: Sequence[int] | bytes) -> bytes:
@@ -101,6 +116,8 @@ class Turn:
     """SHA-256 digests (hex) of the prompt's images, audio and video, in the order of the prompt."""
     reward: float | None = None
     """What a reward event gave to this very call."""
+    extras: Mapping[str, Any] = field(factory=dict)
+    """What else the engine told of the choice, as it told it (``routed_experts``, say)."""
 
     @property
     def prompt_token_ids(self) -> list[int]:
@@ -149,6 +166,8 @@ class TurnsResult:
 
     turns: tuple[Turn, ...]
     skipped: dict[str, int]
+    refused_models: dict[str, int] = field(factory=dict)
+    """The names behind ``model_not_found``: how many calls asked for each."""
 
 
 @frozen(kw_only=True)
@@ -171,19 +190,22 @@ def turns_of(events: Iterable[Event], *, policy: str | None = None) -> TurnsResu
     rewards = rewards_of(ordered, policy=policy).by_call
     turns: list[Turn] = []
     skipped: Counter[str] = Counter()
+    refused: Counter[str] = Counter()
     for event in ordered:
         if event.event_type != "model_request":
             continue
         cause = _call_cause(event.data, policy)
         if cause is not None:
             skipped[cause] += 1
+            if cause == "model_not_found":
+                refused[str(event.data.get("model"))] += 1
             continue
         for made in _turns_of_call(event, rewards.get(event.data["call_id"])):
             if isinstance(made, Turn):
                 turns.append(made)
             else:
                 skipped[made] += 1
-    return TurnsResult(turns=tuple(turns), skipped=dict(skipped))
+    return TurnsResult(turns=tuple(turns), skipped=dict(skipped), refused_models=dict(refused))
 
 
 def _call_cause(data: Mapping[str, Any], policy: str | None) -> str | None:
@@ -255,6 +277,7 @@ def _turns_of_call(event: Event, reward: float | None) -> Iterator[Turn | str]:
             logprobs_mode=sampling.get("logprobs_mode"),
             media=media,
             reward=reward,
+            extras=choice.get("extras") or {},
         )
 
 
@@ -294,7 +317,9 @@ def _media_digests(data: Mapping[str, Any]) -> tuple[str, ...]:
     recorded = data.get("media")
     if recorded is not None:
         return tuple(item if isinstance(item, str) else item["sha256"] for item in recorded)
-    request = data.get("request")
+    # A translated request may continue one that is not repeated in it; what was sent has it all.
+    sent = data.get("sent")
+    request = sent if isinstance(sent, Mapping) and sent.get("messages") else data.get("request")
     if not isinstance(request, Mapping):
         return ()
     return tuple(_digests_in([request.get("messages"), request.get("input")]))
@@ -306,14 +331,26 @@ def _digests_in(node: Any) -> Iterator[str]:
             yield from _digests_in(item)
     elif isinstance(node, Mapping):
         for name in _MEDIA_FIELDS:
-            reference = node.get(name)
-            if isinstance(reference, Mapping):
-                reference = reference.get("url") or reference.get("data")
-            if isinstance(reference, str):
+            reference = _reference(node, name)
+            if reference is not None:
                 yield _digest(reference)
         yield from _digests_in(node.get("content"))
         # A Responses tool result has its parts under ``output``.
         yield from _digests_in(node.get("output"))
+
+
+def _reference(part: Mapping[str, Any], name: str) -> str | None:
+    """Return what a part says of its media, so that none passes for text; None: it has none."""
+    value = part.get(name)
+    if isinstance(value, Mapping):
+        found = value.get("url") or value.get("data")
+        if found is None and name != "source":
+            found = json.dumps(value, sort_keys=True)
+        value = found
+    if value is None and name in part and isinstance(part.get("uuid"), str):
+        # vLLM takes an image from its cache where only the id it was sent with is given.
+        value = part["uuid"]
+    return value if isinstance(value, str) else None
 
 
 def _digest(reference: str) -> str:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from agl_core.interfaces import Exporter, ExportOptions
 from agl_core.records import Event, Rollout
 from agl_core.tokens import trajectory_line, triplet_line
 from agl_core.wire import to_json
-from agl_verl.guard import check_parameters, check_sampling
+from agl_verl.guard import check_parameters, check_sampling, max_length
 
 Line = Callable[..., dict[str, Any]]
 
@@ -31,11 +31,18 @@ class JsonLinesExporter(Exporter):
         return b""
 
     def encode(self, rollout: Rollout, events: Sequence[Event], options: ExportOptions) -> bytes:
-        check_sampling(rollout, events, options)
-        return to_json(self._line(rollout, events, policy=options.policy)) + b"\n"
+        line = self._line(rollout, events, policy=options.policy, max_length=max_length(options))
+        check_sampling(rollout, events, _exported(line), options)
+        return to_json(line) + b"\n"
 
     def finish(self) -> bytes:
         return b""
+
+
+def _exported(line: Mapping[str, Any]) -> set[str]:
+    """Ids of the calls that a line has."""
+    turns = [*line.get("triplets", ()), *(t for row in line.get("rows", ()) for t in row["turns"])]
+    return {turn["call_id"] for turn in turns}
 
 
 def exporters() -> list[Exporter]:

@@ -6,7 +6,7 @@ distribution that was sampled from. What breaks either would be learned from wit
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from typing import Any
 
 from agl_core.errors import Invalid
@@ -17,27 +17,53 @@ from agl_core.wire import unknown_key
 
 ALLOW_RAW = "allow_raw_sampling"
 ALLOW_MIXED = "allow_mixed_temperature"
+MAX_LENGTH = "max_length"
+_PARAMETERS = (ALLOW_RAW, ALLOW_MIXED, MAX_LENGTH)
 _SELECTION = ("ids", "group_id", "policy", "mode")
 _TEMPERATURES = "temperatures"
 
 
 def check_parameters(options: ExportOptions) -> None:
-    """Refuse parameters that are not the guard's.
+    """Refuse parameters that are none of the formats'.
 
     Raises:
         Invalid: Naming the nearest that there is.
     """
     for name, value in options.parameters.items():
-        if name not in (ALLOW_RAW, ALLOW_MIXED):
-            raise Invalid(unknown_key(name, (*_SELECTION, ALLOW_RAW, ALLOW_MIXED)))
-        if value not in ("true", "false"):
+        if name not in _PARAMETERS:
+            raise Invalid(unknown_key(name, (*_SELECTION, *_PARAMETERS)))
+        if name != MAX_LENGTH and value not in ("true", "false"):
             raise Invalid(f"{name} is true or false, not {value!r}")
+    max_length(options)
 
 
-def check_sampling(rollout: Rollout, events: Sequence[Event], options: ExportOptions) -> None:
+def max_length(options: ExportOptions) -> int | None:
+    """Return how many tokens a triplet or a row may have; None: any number.
+
+    Raises:
+        Invalid: The parameter is no positive integer.
+    """
+    value = options.parameters.get(MAX_LENGTH)
+    if value is None:
+        return None
+    length = int(value) if value.isascii() and value.isdecimal() and len(value) < 19 else 0
+    if length < 1:
+        raise Invalid(f"{MAX_LENGTH} is a positive number of tokens, not {value!r}")
+    return length
+
+
+def check_sampling(
+    rollout: Rollout, events: Sequence[Event], exported: Set[str], options: ExportOptions
+) -> None:
     """Refuse the export where a call of a rollout cannot be trained on for its sampling.
 
     Validation is not trained on, so its rollouts may be sampled in any way.
+
+    Args:
+        rollout: Whose calls.
+        events: Of the rollout.
+        exported: Ids of the calls that its line has.
+        options: Of the export.
 
     Raises:
         Invalid: Naming the call, the values, and the parameter that allows them all the same.
@@ -49,7 +75,7 @@ def check_sampling(rollout: Rollout, events: Sequence[Event], options: ExportOpt
     seen: dict[str, tuple[Any, str]] = options.state.setdefault(_TEMPERATURES, {})
     for event in attempt_events(rollout, events)[1]:
         data = event.data
-        if not _is_exported(event, options.policy):
+        if event.event_type != "model_request" or data.get("call_id") not in exported:
             continue
         sampling: Mapping[str, Any] = data.get("sampling") or {}
         name = f"call {data.get('call_id')} of rollout {rollout.rollout_id!r}"
@@ -67,17 +93,6 @@ def check_sampling(rollout: Rollout, events: Sequence[Event], options: ExportOpt
                 f"{_said(first)} in {first_name}; a batch has one",
                 hint=f"export them apart, or with {ALLOW_MIXED}=true",
             )
-
-
-def _is_exported(event: Event, policy: str | None) -> bool:
-    data = event.data
-    return (
-        event.event_type == "model_request"
-        and bool(data.get("trained"))
-        and data.get("status") == "ok"
-        and policy in (None, data.get("policy"))
-        and any(choice.get("tokens") == "complete" for choice in data.get("choices") or ())
-    )
 
 
 def _said(temperature: Any) -> str:

@@ -104,6 +104,33 @@ def test_c79_weights_are_shares_of_the_trained_tokens() -> None:
     assert [row.weight for row in merged.rows] == [0.75, 0.25]
 
 
+def test_c39_a_row_over_the_limit_is_left_out_whole_and_the_weights_are_those_of_the_rest() -> None:
+    turns = [
+        turn("c1", [1], [2, 3]),
+        turn("c2", [1, 2, 3, 4], [5]),
+        turn("c3", [9], [6]),
+        turn("c4", [8], [7]),
+    ]
+    merged = merge(turns, max_length=4)
+    assert members(merged) == [["c3"], ["c4"]]
+    assert [(row.segment, row.weight) for row in merged.rows] == [(0, 0.5), (1, 0.5)]
+    assert merged.too_long == 2
+    # What the history did is told whole, whatever of it trains.
+    assert splits(merged) == splits(merge(turns))
+    assert members(merge(turns, max_length=5)) == [["c1", "c2"], ["c3"], ["c4"]]
+
+
+def test_c39_what_only_a_row_left_out_would_have_trained_is_shared_with_none() -> None:
+    first, long = turn("c1", [1], [2]), turn("c2", [1, 2, 3], [4, 5, 6, 7])
+    branch, below = turn("c3", [1, 2, 8], [9]), turn("c4", [1, 2, 8, 9, 8], [9])
+    rows = merge([first, long, branch]).rows
+    assert [row.shared for row in rows] == [0, 2]
+    (row,) = merge([first, long, branch], max_length=6).rows
+    assert (row.shared, row.weight, [t.call_id for t in row.turns]) == (0, 1.0, ["c3"])
+    (row,) = merge([first, long, branch, below], max_length=6).rows
+    assert [t.call_id for t in row.turns] == ["c3", "c4"]
+
+
 def test_no_turns_give_no_rows() -> None:
     assert merge([]) == Merged()
 

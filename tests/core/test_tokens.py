@@ -226,6 +226,7 @@ def test_c38_placeholders_of_different_images_are_not_merged() -> None:
         },
         {"input": [{"role": "user", "content": [{"image_url": "data:image/png;base64,Y2F0"}]}]},
         {"messages": [{"content": [{"input_audio": {"data": "Y2F0", "format": "wav"}}]}]},
+        {"messages": [{"content": [{"type": "image_embeds", "image_embeds": "Y2F0"}]}]},
     ],
 )
 def test_media_are_found_in_every_dialect(request_body: dict[str, Any]) -> None:
@@ -244,6 +245,72 @@ def test_media_behind_an_address_are_known_by_it() -> None:
         [call(1, choice([1], [2]), request={"messages": [{"content": parts}]})]
     ).turns
     assert turn.media == (hashlib.sha256(b"https://images.test/1.png").hexdigest(),)
+
+
+@pytest.mark.parametrize(
+    "part",
+    [
+        {"type": "image_url", "image_url": None, "uuid": "cat"},
+        {
+            "type": "image_embeds",
+            "image_embeds": {"image_embeds": "Y2F0", "image_grid_thw": "Y2F0"},
+        },
+    ],
+)
+def test_c38_media_without_bytes_of_their_own_never_pass_for_text(part: dict[str, Any]) -> None:
+    asked = call(1, choice([1], [2]), request={"messages": [{"role": "user", "content": [part]}]})
+    line = triplet_line(rollout(), [asked])
+    assert (line["triplets"], line["skipped"]) == ([], {"multimodal_unsupported": 1})
+
+
+def test_c38_media_of_a_conversation_that_the_request_only_continues_are_found() -> None:
+    parts = [{"type": "image_url", "image_url": {"url": "data:image/png;base64,Y2F0"}}]
+    asked = call(
+        1,
+        choice([1], [2]),
+        api="responses",
+        request={"previous_response_id": "resp_1", "input": "and now?"},
+        sent={"messages": [{"role": "user", "content": parts}, {"role": "user", "content": "?"}]},
+    )
+    (turn,) = turns_of([asked]).turns
+    assert turn.media == (hashlib.sha256(b"cat").hexdigest(),)
+
+
+def test_c38_each_choice_with_media_is_left_out_of_triplets_and_text_stays() -> None:
+    parts = [{"image_url": {"url": "data:image/png;base64,Y2F0"}}]
+    seen = call(
+        1, choice([1], [2]), choice([1], [3], index=1), request={"messages": [{"content": parts}]}
+    )
+    line = triplet_line(rollout(), [seen, call(2, choice([4], [5]))])
+    assert [t["call_id"] for t in line["triplets"]] == ["c2"]
+    assert line["skipped"] == {"multimodal_unsupported": 2}
+
+
+def test_c39_a_turn_over_the_limit_is_left_out_and_one_at_the_limit_is_not() -> None:
+    events = [call(1, choice([1] * 62, [2, 3])), call(2, choice([9] * 63, [2, 3]))]
+    line = triplet_line(rollout(), events, max_length=64)
+    assert [t["call_id"] for t in line["triplets"]] == ["c1"]
+    assert line["skipped"] == {"too_long": 1}
+
+
+def test_c41_a_refused_model_is_named_beside_its_cause() -> None:
+    refused = [
+        call(seq, policy=None, trained=False, model=name, status="upstream_error", http_status=404)
+        for seq, name in ((1, "foo"), (2, "foo"), (3, "baz"))
+    ]
+    line = triplet_line(rollout(), refused, policy="bar")
+    assert line["skipped"] == {"model_not_found": 3}
+    assert line["refused_models"] == {"foo": 2, "baz": 1}
+
+
+def test_what_the_engine_told_besides_goes_with_its_turn() -> None:
+    routed = {"routed_experts": [[[0, 5]], [[1, 2]]]}
+    events = [call(1, choice([1], [2], extras=routed)), call(2, choice([1, 2, 3], [4]))]
+    (first, second) = triplet_line(rollout(), events)["triplets"]
+    assert first["extras"] == routed
+    assert "extras" not in second
+    (row,) = trajectory_line(rollout(), events)["rows"]
+    assert [turn.get("extras") for turn in row["turns"]] == [routed, None]
 
 
 def test_final_reward_is_the_last_without_a_call() -> None:

@@ -6,6 +6,7 @@ passed on as it came.
 
 from __future__ import annotations
 
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import Any
@@ -20,6 +21,7 @@ RawFields = dict[str, msgspec.Raw]
 NULL = msgspec.Raw(b"null")
 _read_fields = msgspec.json.Decoder(RawFields)
 _TRUE_WORDS = frozenset({"1", "on", "t", "true", "y", "yes"})
+_INTEGER = re.compile(r"\s*[+-]?[0-9]{1,18}\s*")
 _FALSE_WORDS = frozenset({"0", "off", "f", "false", "n", "no"})
 
 
@@ -40,6 +42,15 @@ def as_flag(value: Any) -> bool | None:
     return None
 
 
+def as_integer(value: Any) -> int | None:
+    """Read an integer as pydantic's lax mode, and so vLLM, does; None where that refuses it."""
+    if isinstance(value, str):
+        return int(value) if _INTEGER.fullmatch(value) else None
+    if isinstance(value, float):
+        return int(value) if value.is_integer() else None
+    return int(value) if isinstance(value, int) else None
+
+
 @frozen(kw_only=True)
 class ParsedRequest:
     """A request's body and what of it the gateway needs to know.
@@ -52,6 +63,7 @@ class ParsedRequest:
         model: The model it named.
         wants_token_ids: It asked for token ids itself, so they stay in its answer.
         wants_logprobs: It asked for logprobs in a way that the server answers with logprobs.
+        tops_field: The field that says how many alternatives come with each token's logprob.
         wants_usage: It asked for the usage chunk of a stream.
     """
 
@@ -61,6 +73,7 @@ class ParsedRequest:
     model: str | None = None
     wants_token_ids: bool = False
     wants_logprobs: bool = False
+    tops_field: str = "top_logprobs"
     wants_usage: bool = False
     n: int = 1
     echo: bool = False

@@ -6,17 +6,36 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
+import msgspec
+
+from agl_core.gateway.dialects.shapes import decode_lenient
+
 Proof = Literal["complete", "incomplete", "absent"]
 
 # Control tokens such as <|im_end|>, </s> or <end_of_turn> are sampled but are not part of the text.
 _CONTROL_TOKEN = re.compile(r"<[^<>\s]+>\Z")
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+# vLLM 0.32 has the field in every whole answer, mostly null, and never in a stream.
+_HAS_ROUTING = re.compile(rb'"routed_experts"\s*+:\s*+(?!null)')
+
+
+class _ExtraChoice(msgspec.Struct):
+    index: int = 0
+    routed_experts: Any = None
+
+
+class _ExtraAnswer(msgspec.Struct):
+    choices: list[_ExtraChoice] | None = None
+
+
+_extras_decoder = msgspec.json.Decoder(_ExtraAnswer)
 
 
 class ChoiceState:
     """One choice while its answer comes in."""
 
     __slots__ = (
+        "extras",
         "finish_reason",
         "index",
         "logprobs",
@@ -36,6 +55,7 @@ class ChoiceState:
         self.logprobs: list[float | None] | None = None
         self.finish_reason: str | None = None
         self.stop_reason: Any = None
+        self.extras: dict[str, Any] = {}
         # Streams only: the pieces of each text field, the tool calls, the tokens' texts and the
         # logprobs as sent.
         self.parts: dict[str, Any] = {}
@@ -96,6 +116,19 @@ def _number(value: Any) -> float | None:
     return None
 
 
+def extras_in(body: bytes) -> dict[int, dict[str, Any]]:
+    """Return what a whole answer tells of each choice for trainers alone, as it tells it.
+
+    ``routed_experts`` says which experts of a mixture each token went through.
+    """
+    read = decode_lenient(_extras_decoder, body) if _HAS_ROUTING.search(body) else None
+    return {
+        choice.index: {"routed_experts": choice.routed_experts}
+        for choice in (read[0].choices if read is not None else None) or ()
+        if choice.routed_experts is not None
+    }
+
+
 def prove(
     states: Sequence[ChoiceState], usage: Mapping[str, Any] | None, *, ended: bool
 ) -> list[Proof]:
@@ -136,5 +169,5 @@ def record(state: ChoiceState, proof: Proof) -> dict[str, Any]:
         "version_spans": None,
         "finish_reason": state.finish_reason,
         "tokens": proof,
-        "extras": {},
+        "extras": state.extras,
     }

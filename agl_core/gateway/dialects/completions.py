@@ -74,6 +74,7 @@ class CompletionsDialect(Dialect):
         return attrs.evolve(
             describe_common(request),
             wants_logprobs=request.get("logprobs") is not None,
+            tops_field="logprobs",
             n=count(request.get("n")),
         )
 

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 from attrs import frozen
 
-from agl_core.gateway.dialects.base import NULL, ParsedRequest, RawFields
+from agl_core.gateway.dialects.base import NULL, ParsedRequest, RawFields, as_integer
 from agl_core.gateway.dialects.shapes import Chunk
 
 _fields_decoder = msgspec.json.Decoder(RawFields)
@@ -21,6 +21,10 @@ class Hidden:
 
     token_ids: bool = False
     logprobs: bool = False
+    tops: int | None = None
+    """How many alternatives the agent asked for with each token, where more were asked for."""
+    routing: bool = False
+    """Which experts each token went through; in whole answers only."""
     usage: bool = False
     # Chunks that carry tokens and nothing else. They stay where the agent asked for ids or logprobs
     # itself.
@@ -35,6 +39,9 @@ class Hidden:
         return cls(
             token_ids=token_ids,
             logprobs=logprobs,
+            tops=_asked_tops(request, adjusted) if request.wants_logprobs else None,
+            routing=not request.get("return_routed_experts")
+            and bool(adjusted.get("return_routed_experts")),
             usage=not request.wants_usage and adjusted.get("stream_options") is not None,
             empty_chunks=(token_ids or logprobs)
             and not (request.wants_token_ids or request.wants_logprobs),
@@ -43,7 +50,9 @@ class Hidden:
     @property
     def anything(self) -> bool:
         """Whether anything has to be taken out."""
-        return self.token_ids or self.logprobs or self.usage
+        return (
+            self.token_ids or self.logprobs or self.tops is not None or self.routing or self.usage
+        )
 
     def is_in(self, chunk: Chunk) -> bool:
         """Tell whether a chunk has anything that must be taken out."""
@@ -59,6 +68,15 @@ class Hidden:
             ):
                 return True
         return False
+
+
+def _asked_tops(request: ParsedRequest, adjusted: Mapping[str, Any]) -> int | None:
+    sent = as_integer(adjusted.get(request.tops_field))
+    if sent is None:
+        return None
+    asked = as_integer(request.get(request.tops_field) or 0)
+    # -1 asks for the whole vocabulary.
+    return asked if asked is not None and asked >= 0 and (sent > asked or sent == -1) else None
 
 
 def strip(data: bytes, hidden: Hidden, *, usage: bool) -> bytes:
@@ -77,6 +95,8 @@ def strip(data: bytes, hidden: Hidden, *, usage: bool) -> bytes:
                 choice["prompt_token_ids"] = NULL
         if hidden.logprobs and "logprobs" in choice:
             choice["logprobs"] = NULL
+        if hidden.routing and "routed_experts" in choice:
+            choice["routed_experts"] = NULL
     if choices:
         fields["choices"] = choices
     return msgspec.json.encode(fields)
