@@ -11,7 +11,8 @@ from typing import Any, Self
 from agl_core.auth import Authority
 from agl_core.clock import Clock
 from agl_core.gateway.admit import Admission
-from agl_core.gateway.call import Call, CallContext
+from agl_core.gateway.call import Call
+from agl_core.gateway.call_context import CallContext
 from agl_core.gateway.call_limits import CallLimits
 from agl_core.gateway.capture import SinkQueue
 from agl_core.gateway.engines import EngineClient, frozen_urls
@@ -25,6 +26,7 @@ from agl_core.gateway.recorder import Recorder
 from agl_core.gateway.registry import Registry
 from agl_core.gateway.repeats import Repeats
 from agl_core.gateway.reshape import RequestShaper
+from agl_core.gateway.rounds import Rounds
 from agl_core.gateway.updates import WeightUpdates
 from agl_core.gateway.upstream import PooledUpstreamClient, UpstreamClient
 from agl_core.interfaces import (
@@ -77,8 +79,16 @@ class Gateway:
         self._limits = CallLimits(store)
         self._repeats = Repeats(settings.repeats, clock)
         shaper = RequestShaper(settings.sampling, reshapers, self._memory)
+        self._rounds = Rounds()
         self._forwarder = Forwarder(
-            settings, clock, self._registry, self._gates, self._client, resolvers, shaper
+            settings,
+            clock,
+            self._registry,
+            self._gates,
+            self._client,
+            resolvers,
+            shaper,
+            self._rounds,
         )
         self._front: GatewayFront | None = None
         engines = EngineClient(settings, self._client)
@@ -114,6 +124,7 @@ class Gateway:
             recorder=self._recorder,
             memory=self._memory,
             limits=self._limits,
+            rounds=self._rounds,
         )
         self._front = GatewayFront(behind, admission, context, self._repeats)
         return self._front

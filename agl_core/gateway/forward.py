@@ -18,6 +18,7 @@ from agl_core.gateway.incoming import Header
 from agl_core.gateway.registry import Match, Registry, ServerKey, ServerState
 from agl_core.gateway.replies import headers_upstream
 from agl_core.gateway.reshape import Outgoing, RequestShaper, RouteError
+from agl_core.gateway.rounds import LONG_WORK_BYTES, Rounds
 from agl_core.gateway.upstream import (
     Timeouts,
     UpstreamAnswer,
@@ -87,6 +88,7 @@ class Forwarder:
         client: UpstreamClient,
         resolvers: Sequence[tuple[str, RouteResolver]],
         shaper: RequestShaper,
+        rounds: Rounds,
     ) -> None:
         self._settings = settings
         self._clock = clock
@@ -95,6 +97,7 @@ class Forwarder:
         self._client = client
         self._resolvers = resolvers
         self._shaper = shaper
+        self._rounds = rounds
         self._jitter = random.Random()
         self.retries = 0
         """Tries after the first, of all calls."""
@@ -220,6 +223,8 @@ class Forwarder:
     async def _try(
         self, out: Outbound, facts: CallFacts, route: Route, state: ServerState
     ) -> Connected:
+        if len(facts.parsed.body) >= LONG_WORK_BYTES:
+            await self._rounds.take()
         outgoing = self._shaper.shape(
             out.dialect,
             out.path,

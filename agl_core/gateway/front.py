@@ -7,10 +7,11 @@ import logging
 import secrets
 from typing import Any
 
-from agl_core.errors import AglError, BadRequest
+from agl_core.errors import AglError, BadRequest, NotFound
 from agl_core.gateway.admit import Admission, Admitted, as_agl_error
 from agl_core.gateway.broadcast import Follower
-from agl_core.gateway.call import Call, CallContext
+from agl_core.gateway.call import Call
+from agl_core.gateway.call_context import CallContext
 from agl_core.gateway.call_headers import call_headers
 from agl_core.gateway.capture import CallFacts
 from agl_core.gateway.dialects import dialect_for
@@ -19,7 +20,7 @@ from agl_core.gateway.forward import Outbound
 from agl_core.gateway.incoming import ClientGone, Header, Incoming, Receive, Reply, Send
 from agl_core.gateway.kills import Killer
 from agl_core.gateway.own_answers import own_answer
-from agl_core.gateway.paths import ProxyPath, is_base_path, proxy_path
+from agl_core.gateway.paths import ProxyPath, is_base_path, path_without_v1, proxy_path
 from agl_core.gateway.registry import Match
 from agl_core.gateway.repeats import Repeats, call_key
 from agl_core.gateway.replies import send_error
@@ -54,17 +55,17 @@ class GatewayFront:
         try:
             path = proxy_path(scope)
         except BadRequest as exc:
-            incoming = Incoming(receive, scope["headers"])
-            try:
-                await incoming.discard()
-                await send_error(_reply(send, _new_call_id()), exc, "")
-            finally:
-                incoming.close()
+            await _refuse(scope, receive, send, exc, "")
             return
-        if path is None:
+        if path is not None:
+            await self._serve(path, scope, receive, send)
+        elif (below := path_without_v1(scope)) is not None:
+            error = NotFound(
+                "model calls are served below /v1", hint="the path lacks it: look at the base URL"
+            )
+            await _refuse(scope, receive, send, error, below)
+        else:
             await self._behind(scope, receive, send)
-            return
-        await self._serve(path, scope, receive, send)
 
     async def _serve(
         self, path: ProxyPath, scope: dict[str, Any], receive: Receive, send: Send
@@ -116,7 +117,9 @@ class GatewayFront:
     ) -> None:
         settings = self._context.settings
         began = self._context.clock.monotonic()
-        body = await incoming.body(settings.max_body_bytes, settings.body_idle_seconds)
+        body = await incoming.body(
+            settings.max_body_bytes, settings.body_idle_seconds, self._context.rounds
+        )
         method: str = scope["method"]
         query = scope.get("query_string", b"").decode("ascii", "replace")
         headers: list[Header] = scope["headers"]
@@ -160,9 +163,7 @@ class GatewayFront:
                 labels=labels_of(headers, parsed),
             ),
             rollout=rollout,
-            dialect=dialect,
             outbound=outbound,
-            incoming=incoming,
             reply=reply,
             is_gone=lambda: incoming.is_gone if part is None else part.is_forsaken,
         )
@@ -204,6 +205,18 @@ class GatewayFront:
             if (policy is None or call.policy == policy) and call.kill(why):
                 count += 1
         return count
+
+
+async def _refuse(
+    scope: dict[str, Any], receive: Receive, send: Send, error: AglError, below: str
+) -> None:
+    """Answer a request whose path is wrong, in the dialect of ``below``."""
+    incoming = Incoming(receive, scope["headers"])
+    try:
+        await incoming.discard()
+        await send_error(_reply(send, _new_call_id()), error, below)
+    finally:
+        incoming.close()
 
 
 async def _refuse_websocket(send: Send) -> None:

@@ -11,6 +11,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 from agl_core.errors import AglError, BadRequest, TooLarge
+from agl_core.gateway.rounds import LONG_WORK_BYTES, Rounds
 
 Receive = Callable[[], Awaitable[dict[str, Any]]]
 Send = Callable[[dict[str, Any]], Awaitable[None]]
@@ -42,8 +43,8 @@ class Incoming:
         self._body_ended = False
         self.is_gone = False
 
-    async def body(self, limit_bytes: int, idle_seconds: float) -> bytes:
-        """The whole body.
+    async def body(self, limit_bytes: int, idle_seconds: float, rounds: Rounds) -> bytes:
+        """The whole body; of a long one in a round that is free for what is done with it.
 
         Raises:
             TooLarge: It is over the limit; what still comes is thrown away.
@@ -73,6 +74,8 @@ class Incoming:
                 raise _too_large(limit_bytes)
             parts.append(part)
             if self._body_ended:
+                if size >= LONG_WORK_BYTES:
+                    await rounds.take()
                 return parts[0] if len(parts) == 1 else b"".join(parts)
 
     def _check_length(self, limit_bytes: int) -> None:

@@ -10,6 +10,8 @@ from attrs import frozen
 
 from agl_core.errors import BadRequest
 
+_MODEL_CALLS = ("chat/completions", "completions", "messages", "responses")
+
 
 @frozen(kw_only=True)
 class ProxyPath:
@@ -45,8 +47,20 @@ def proxy_path(scope: Mapping[str, Any]) -> ProxyPath | None:
 
 
 def is_base_path(scope: Mapping[str, Any]) -> bool:
-    """Whether a path is an attempt's base URL, or below it beside ``v1``: harnesses knock there."""
+    """Whether a path is a base URL, or below an attempt's beside ``v1``: harnesses knock there."""
     parts = str(scope["path"]).split("/")[1:]
+    return parts == [""] or _is_of_attempt(parts)
+
+
+def path_without_v1(scope: Mapping[str, Any]) -> str | None:
+    """Return the model API's path of a call whose base URL lacks the ``v1``; None for all else."""
+    parts = str(scope["path"]).split("/")[1:]
+    below = "/".join(parts[4:] if _is_of_attempt(parts) else parts)
+    is_call = scope["method"] == "POST" and below.startswith(_MODEL_CALLS)
+    return below if is_call else None
+
+
+def _is_of_attempt(parts: list[str]) -> bool:
     return len(parts) >= 4 and parts[0] == "rollout" and parts[2] == "attempt"
 
 

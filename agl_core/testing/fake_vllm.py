@@ -18,6 +18,8 @@ from agl_core.testing.raw_http import Exchange, Header, RawServer, Script, SeenR
 
 EVENT_STREAM: tuple[Header, ...] = (("content-type", "text/event-stream; charset=utf-8"),)
 PROMPT = (1, 85, 1818, 2)
+# What else each token could have been; those of ``Output`` are first to third among them.
+ALTERNATIVES = (("Oh", -0.2), ("A", -0.75), ("The", -2.0), ("I", -3.0), ("So", -4.0), ("We", -5.0))
 
 
 @frozen(kw_only=True)
@@ -151,6 +153,7 @@ class VllmAnswer:
         tops = asked.get("top_logprobs", 0) is not None
         wanted = asked.get("logprobs")
         self.with_logprobs = bool(wanted) and tops if self.is_chat else wanted is not None
+        self.tops = int((asked.get("top_logprobs") if self.is_chat else wanted) or 0)
         self.with_usage = bool((asked.get("stream_options") or {}).get("include_usage"))
         count = sum(len(output.token_ids) for output in self.outputs)
         self.usage = {
@@ -260,19 +263,31 @@ class VllmAnswer:
         if not self.with_logprobs:
             return None
         tokens, values = output.texts[start:end], output.logprobs[start:end]
+        likeliest = [self._likeliest(*pair) for pair in zip(tokens, values, strict=True)]
         if not self.is_chat:
-            return {"tokens": list(tokens), "token_logprobs": list(values), "top_logprobs": None}
+            return {
+                "tokens": list(tokens),
+                "token_logprobs": list(values),
+                "top_logprobs": [dict(pairs) for pairs in likeliest],
+            }
         return {
             "content": [
                 {
-                    "token": token,
-                    "logprob": value,
-                    "bytes": list(token.encode()),
-                    "top_logprobs": [],
+                    **_logprob(token, value),
+                    "top_logprobs": [_logprob(*pair) for pair in pairs[: self.tops]],
                 }
-                for token, value in zip(tokens, values, strict=True)
+                for token, value, pairs in zip(tokens, values, likeliest, strict=True)
             ]
         }
+
+    def _likeliest(self, token: str, value: float) -> list[tuple[str, float]]:
+        """The sampled token and then the likeliest ones, which it may be among."""
+        ranked = sorted([(token, value), *ALTERNATIVES], key=lambda pair: -pair[1])
+        return [(token, value), *(p for p in ranked[: self.tops] if p[0] != token)]
+
+
+def _logprob(token: str, value: float) -> dict[str, Any]:
+    return {"token": token, "logprob": value, "bytes": list(token.encode())}
 
 
 def answer(exchange: Exchange, made: VllmAnswer) -> None:

@@ -32,7 +32,7 @@ def restored(
         generated: The arguments of tool calls exactly as the model wrote them, by call id.
     """
     messages = None if parsed.fields is None else parsed.fields.get("messages")
-    if not generated or messages is None or b'"tool_calls"' not in bytes(messages):
+    if not generated or messages is None or b'"tool_calls"' not in parsed.body:
         return None
     assert parsed.fields is not None
     try:

@@ -8,6 +8,7 @@ from typing import Any
 
 import msgspec
 
+from agl_core.gateway.dialects.alternatives import with_fewer
 from agl_core.gateway.dialects.base import Answer, AnswerTee, ParsedRequest, is_event_stream
 from agl_core.gateway.dialects.choices import ChoiceState, prove, record
 from agl_core.gateway.dialects.hidden import Hidden, strip, with_field
@@ -179,6 +180,10 @@ class TokenTee(AnswerTee):
             self._emit(event)
             return
         chunk, mended = read
+        if self._hidden.tops is not None and chunk.choices:
+            fewer = with_fewer(mended, self._hidden.tops)
+            if fewer is not mended:
+                chunk, mended = _chunk_decoder.decode(fewer), fewer
         if mended is not data:
             event = with_data(event, mended)
         self._take_chunk(event, mended, chunk)
@@ -276,6 +281,8 @@ class TokenTee(AnswerTee):
             state.finish_reason = choice.finish_reason
         self._first_token_seen = bool(answer.choices)
         self._aborted = any(state.finish_reason == "abort" for state in self._states.values())
+        if answer.choices and self._hidden.tops is not None:
+            mended = with_fewer(mended, self._hidden.tops)
         if answer.choices and self._hidden.anything:
             mended = strip(mended, self._hidden, usage=False)
         self._shown = mended

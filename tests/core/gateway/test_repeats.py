@@ -19,6 +19,7 @@ from agl_core.gateway.repeats import (
     RepeatSettings,
     call_key,
 )
+from agl_core.gateway.rounds import Rounds
 from agl_core.testing.clock import FakeClock
 from agl_core.testing.servers import serve_asgi
 
@@ -736,7 +737,7 @@ class SmallGateway:
 
     async def __call__(self, scope: dict[str, Any], receive: Receive, send: Send) -> None:
         incoming = Incoming(receive, scope["headers"])
-        body = await incoming.body(2**20, 5.0)
+        body = await incoming.body(2**20, 5.0, Rounds())
         found = call_key("r", "a", scope["method"], scope["path"], "", scope["headers"], body)
         assert found is not None
         part = self.repeats.open(found)

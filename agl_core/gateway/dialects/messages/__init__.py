@@ -13,7 +13,7 @@ from agl_core.gateway.dialects.messages.notes import Notes
 from agl_core.gateway.dialects.messages.request import chat_request
 from agl_core.gateway.dialects.messages.stream import MessagesTee
 from agl_core.gateway.dialects.messages.tokens import count_answer, count_request
-from agl_core.gateway.dialects.other import OtherTee
+from agl_core.gateway.dialects.native import NativeTee
 from agl_core.gateway.dialects.translation import Translation, translation_of
 
 __all__ = ["MessagesDialect", "MessagesTee", "count_answer", "count_request", "error_of"]
@@ -65,6 +65,6 @@ class MessagesDialect(Dialect):
 
     def open_answer(
         self, request: ParsedRequest, adjusted: Mapping[str, Any], status: int, content_type: str
-    ) -> OtherTee:
+    ) -> NativeTee:
         """Return the tee for an answer of a server that speaks this API itself: it is passed on."""
-        return OtherTee(status, content_type)
+        return NativeTee(status, content_type)

@@ -9,7 +9,7 @@ import attrs
 import msgspec
 
 from agl_core.gateway.dialects.base import AnswerTee, Dialect, ParsedRequest, as_flag
-from agl_core.gateway.dialects.other import OtherTee
+from agl_core.gateway.dialects.native import NativeTee
 from agl_core.gateway.dialects.responses.answer import Frame, wants_logprobs
 from agl_core.gateway.dialects.responses.items import Conversation, items_of, kind_of, resolve
 from agl_core.gateway.dialects.responses.stream import ResponsesTee
@@ -100,7 +100,7 @@ class ResponsesDialect(Dialect):
         self, request: ParsedRequest, adjusted: Mapping[str, Any], status: int, content_type: str
     ) -> AnswerTee:
         """Return a tee that changes nothing, for an answer to a request sent untranslated."""
-        return OtherTee(status, content_type)
+        return NativeTee(status, content_type)
 
     def references(self, parsed: ParsedRequest) -> tuple[str, ...]:
         """Return the ids of the earlier response and items that a request refers to."""
