@@ -197,6 +197,12 @@ class Unavailable(AglError):
         self.retry_after_seconds = retry_after_seconds
 
 
+class TakenOver(Unavailable):
+    """Another controller works in this one's place."""
+
+    default_code = "taken_over"
+
+
 class StoreError(Unavailable):
     """The store cannot take or give records now."""
 

@@ -401,6 +401,20 @@ class Runner(AbstractAsyncContextManager["Runner"], Protocol):
         """Reports as they change. It begins with nothing: call ``list`` for the present state."""
         ...
 
+    async def until_ready(self) -> None:
+        """Return when the next rollout may be started, where starts are limited by rate.
+
+        The controller calls it before each start, one call at a time.
+        """
+        ...
+
+    async def until_lost(self) -> None:
+        """Return when another controller has, or may soon have, taken over: work ends at once.
+
+        A runner that is never taken over does not return.
+        """
+        ...
+
 
 # --- serving and the client ----------------------------------------------------------------------
 

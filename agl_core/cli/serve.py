@@ -10,17 +10,22 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Coroutine
+from contextlib import AsyncExitStack
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from agl_core.cli.options import config_option, config_path_of, log_level_option, set_up_logging
 
+if TYPE_CHECKING:
+    from agl_core.clock import Clock
+
 log = logging.getLogger(__name__)
 
 _PR_SET_PDEATHSIG = 1
 _CONTROLLER_STOP_SECONDS = 20.0
+_HEARTBEAT_SECONDS = 5.0
 _RESTART_SECONDS = (0.5, 1.0, 2.0, 5.0, 10.0)
 
 
@@ -170,12 +175,24 @@ class ControllerChild:
 @click.command()
 @config_option
 @click.option("--url", help="Overrides controller.url.")
+@click.option(
+    "--heartbeat",
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="A file to touch every few seconds while the controller is alive, for a liveness probe.",
+)
 @click.option("--exit-with-parent", type=int, hidden=True)
 @log_level_option
 def controller(
-    config_path: str | None, url: str | None, exit_with_parent: int | None, log_level: str
+    config_path: str | None,
+    url: str | None,
+    heartbeat: Path | None,
+    exit_with_parent: int | None,
+    log_level: str,
 ) -> None:
-    """Run the controller: it starts agents for queued rollouts and reports how they end."""
+    """Run the controller: it starts agents for queued rollouts and reports how they end.
+
+    Where the runner elects a leader, it waits until no other controller works.
+    """
     from agl_core import app
     from agl_core.config import read_config
 
@@ -187,13 +204,14 @@ def controller(
         given["controller", "url"] = ("--url", url)
     loaded = app.load(read_config(config_path_of(config_path), options=given))
     with asyncio.Runner() as runner:
-        runner.run(_control(loaded))
+        runner.run(_control(loaded, heartbeat))
 
 
-async def _control(loaded: Any) -> None:
+async def _control(loaded: Any, heartbeat: Path | None) -> None:
     from agl_core.client import AsyncAglLiteClient
     from agl_core.clock import SystemClock
     from agl_core.controller import Controller
+    from agl_core.controller.waiting import first_of
 
     settings = loaded.settings.controller
     clock = SystemClock()
@@ -203,9 +221,27 @@ async def _control(loaded: Any) -> None:
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, _on_signal, stop)
     key = settings.key.reveal() if settings.key is not None else None
-    async with AsyncAglLiteClient(settings.url, key) as client, runner:
+    async with AsyncExitStack() as stack:
+        if heartbeat is not None:
+            beating = asyncio.create_task(_beat(heartbeat, clock))
+            stack.callback(beating.cancel)
+        client = await stack.enter_async_context(AsyncAglLiteClient(settings.url, key))
+        # Entering may wait for another controller to go, and a signal ends that too.
+        entering = asyncio.ensure_future(stack.enter_async_context(runner))
+        await first_of(asyncio.shield(entering), stop.wait())
+        if not entering.done():
+            entering.cancel()
+            await asyncio.gather(entering, return_exceptions=True)
+            return
+        entering.result()
         log.info("controller serves %s", settings.url)
         await Controller(client, runner, settings, clock).run(stop)
+
+
+async def _beat(path: Path, clock: Clock) -> None:
+    while True:
+        await asyncio.to_thread(path.touch)
+        await clock.sleep(_HEARTBEAT_SECONDS)
 
 
 def _on_signal(stop: asyncio.Event) -> None:

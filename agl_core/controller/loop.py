@@ -25,7 +25,7 @@ from agl_core.controller.launch_queue import LaunchQueue
 from agl_core.controller.service import ControllerClient
 from agl_core.controller.waiting import backoff, first_of
 from agl_core.controller.workers import Workers, complain
-from agl_core.errors import ApiError, Invalid, Unavailable
+from agl_core.errors import ApiError, Invalid, TakenOver, Unavailable
 from agl_core.interfaces import Runner, RunReport, Work
 from agl_core.records import Attempt, Rollout, RolloutError, Status, Tombstone
 from agl_core.settings import ControllerSettings
@@ -64,6 +64,7 @@ class Controller:
         self._deadlines = Deadlines(client, runner, clock)
         self._evidence = Evidence(client)
         self._put_off_ids: set[str] = set()
+        self._unconfirmed: set[str] = set()
         self._requeues: set[asyncio.Task[None]] = set()
         self._runner_listed = asyncio.Event()
         self._store_listed = asyncio.Event()
@@ -75,6 +76,9 @@ class Controller:
         """Work until ``stop`` is set; call it once.
 
         Agents go on afterwards, unless ``stop_agents`` says that they end first.
+
+        Raises:
+            TakenOver: Another controller has taken over: this one has stopped at once.
         """
         loops = [
             asyncio.create_task(work)
@@ -87,12 +91,16 @@ class Controller:
             )
         ]
         stopping = asyncio.create_task(stop.wait())
+        losing = asyncio.create_task(self._runner.until_lost())
         try:
-            done, _ = await asyncio.wait([stopping, *loops], return_when=asyncio.FIRST_COMPLETED)
-            if stopping in done and self._settings.stop_agents:
-                await self._stop_agents()
+            await asyncio.wait([stopping, losing, *loops], return_when=asyncio.FIRST_COMPLETED)
+            if stopping.done() and not losing.done() and self._settings.stop_agents:
+                await first_of(self._stop_agents(), losing)
+            if losing.done() and not stopping.done():
+                losing.result()
+                raise TakenOver("another controller has taken over, or may do so at any moment")
         finally:
-            tasks = [stopping, *loops, *self._requeues]
+            tasks = [stopping, losing, *loops, *self._requeues]
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
@@ -158,6 +166,8 @@ class Controller:
                 reports = await self._runner.list()
                 if not self._runner_listed.is_set():
                     self._deadlines.adopt(a.attempt_id for r in reports for a in r.attempts)
+                    # A controller that was killed while it started them may have left them halfway.
+                    self._unconfirmed = {r.rollout_id for r in reports if not r.attempts}
                 self._take_list(reports)
                 self._runner_listed.set()
                 async for report in watch:
@@ -265,6 +275,12 @@ class Controller:
     async def _report_progress(self, rollout: Rollout, report: RunReport) -> None:
         if rollout.cancel_requested or self._is_leaving:
             await self._runner.stop(rollout.rollout_id, "cancelled")
+        if not report.attempts:
+            # It waits for a place in the cluster: no attempt has begun.
+            if rollout.rollout_id in self._unconfirmed:
+                await self._runner.start(await self._make_work(rollout))
+                self._unconfirmed.discard(rollout.rollout_id)
+            return
         rollout = await self._report_attempts(rollout, report)
         await self._evidence.keep(report)
         limit = rollout.config.timeout_seconds or self._settings.timeout_seconds
@@ -314,12 +330,17 @@ class Controller:
         while True:
             await self._places.wait()
             self._places.clear()
-            while not self._is_leaving and self._count_active() < self._runner.max_active:
-                rollout_id = self._queue.pop()
+            while self._has_place():
+                await self._runner.until_ready()
+                rollout_id = self._queue.pop() if self._has_place() else None
                 if rollout_id is None:
                     break
                 self._starting.add(rollout_id)
                 self._workers.look_at(rollout_id)
+
+    def _has_place(self) -> bool:
+        is_free = self._count_active() < self._runner.max_active
+        return is_free and len(self._queue) > 0 and not self._is_leaving
 
     def _count_active(self) -> int:
         running = sum(1 for report in self._reports.values() if not report.is_finished)
@@ -332,15 +353,8 @@ class Controller:
             # The agent was faster than the report, or a user has begun to run it.
             self._free_place(rollout_id)
             return
-        token = (await self._client.mint_token(rollout_id)).token
         try:
-            work = Work(
-                rollout=rollout,
-                agent_url=(self._settings.agent_url or self._settings.url).rstrip("/"),
-                token=token,
-                job_defaults=await self._read_job_defaults(rollout),
-            )
-            await self._runner.start(work)
+            await self._runner.start(await self._make_work(rollout))
         except Unavailable as exc:
             complain("the runner cannot take a rollout now", exc, rollout_id)
             self._put_off(rollout_id, exc.retry_after_seconds)
@@ -353,6 +367,14 @@ class Controller:
         except Exception as exc:
             complain("a rollout could not be started", exc, rollout_id)
             self._put_off(rollout_id, 0.0)
+
+    async def _make_work(self, rollout: Rollout) -> Work:
+        return Work(
+            rollout=rollout,
+            agent_url=(self._settings.agent_url or self._settings.url).rstrip("/"),
+            token=(await self._client.mint_token(rollout.rollout_id)).token,
+            job_defaults=await self._read_job_defaults(rollout),
+        )
 
     def _free_place(self, rollout_id: str) -> None:
         self._starting.discard(rollout_id)

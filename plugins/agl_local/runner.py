@@ -10,11 +10,11 @@ import socket
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from types import TracebackType
-from weakref import WeakSet
 
 from agl_core.clock import Clock, poll
 from agl_core.errors import AglError, ConfigError, Unavailable
 from agl_core.interfaces import RunReport, Work
+from agl_core.reports import LatestReports
 from agl_local.config import LocalConfig
 from agl_local.environment import check_work
 from agl_local.run import Run, RunContext, remove_tree
@@ -44,7 +44,7 @@ class LocalRunner:
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._doomed: set[str] = set()
         self._removals: set[asyncio.Task[None]] = set()
-        self._watches: WeakSet[_Watch] = WeakSet()
+        self._reports = LatestReports()
         self._lock: int | None = None
         self._directory: StateDirectory | None = None
 
@@ -68,8 +68,7 @@ class LocalRunner:
         await asyncio.gather(*self._removals, return_exceptions=True)
         self._runs.clear()
         self._tasks.clear()
-        for watch in self._watches:
-            watch.close()
+        self._reports.close()
         if self._lock is not None:
             os.close(self._lock)
             self._lock = None
@@ -109,8 +108,7 @@ class LocalRunner:
             return
         del self._runs[rollout_id]
         self._doomed.discard(rollout_id)
-        for watch in self._watches:
-            watch.forget(rollout_id)
+        self._reports.forget(rollout_id)
         assert self._directory is not None
         trash = run.take_away(self._directory.kept if self._config.keep else None)
         if trash is not None:
@@ -125,9 +123,14 @@ class LocalRunner:
 
     def watch(self) -> AsyncIterator[RunReport]:
         """Reports from this call on; of a rollout that changes fast, the latest."""
-        watch = _Watch()
-        self._watches.add(watch)
-        return watch
+        return self._reports.watch()
+
+    async def until_ready(self) -> None:
+        """Processes start as fast as they are asked for."""
+
+    async def until_lost(self) -> None:
+        """Nobody takes over: the lock on the directory is held until the end."""
+        await asyncio.Event().wait()
 
     async def _take_lock(self) -> None:
         """One runner per directory: two would each start what the other runs."""
@@ -175,33 +178,4 @@ class LocalRunner:
             task.add_done_callback(lambda _: self._tasks.pop(run.rollout_id, None))
 
     def _notify(self, run: Run) -> None:
-        for watch in self._watches:
-            watch.put(run.report())
-
-
-class _Watch(AsyncIterator[RunReport]):
-    """The latest report of each rollout that changed: bounded, however slow its reader is."""
-
-    def __init__(self) -> None:
-        self._waiting: dict[str, RunReport] = {}
-        self._wake = asyncio.Event()
-        self._is_closed = False
-
-    def put(self, report: RunReport) -> None:
-        self._waiting[report.rollout_id] = report
-        self._wake.set()
-
-    def forget(self, rollout_id: str) -> None:
-        self._waiting.pop(rollout_id, None)
-
-    def close(self) -> None:
-        self._is_closed = True
-        self._wake.set()
-
-    async def __anext__(self) -> RunReport:
-        while not self._waiting:
-            if self._is_closed:
-                raise StopAsyncIteration
-            self._wake.clear()
-            await self._wake.wait()
-        return self._waiting.pop(next(iter(self._waiting)))
+        self._reports.put(run.report())

@@ -140,6 +140,11 @@ class AuthorRunner(Open):
         await asyncio.Event().wait()
         yield RunReport(rollout_id="", attempts=())
 
+    async def until_ready(self) -> None: ...
+
+    async def until_lost(self) -> None:
+        await asyncio.Event().wait()
+
 
 class AuthorResolver:
     """Takes the first candidate."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import socket
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -169,6 +171,8 @@ class Runner:
     async def watch(self):
         while True:
             yield await self.reports.get()
+    async def until_ready(self): pass
+    async def until_lost(self): await asyncio.Event().wait()
 
 class RunnerPlugin:
     @hookimpl
@@ -222,3 +226,36 @@ def test_serve_with_runner_runs_an_agent_that_needs_nothing_of_ours(
     assert reward.data["value"] == 0.75
     assert reward.data["source"] == "agent"
     assert started.end() == 0
+
+
+STANDBY_RUNNER = TEN_LINE_RUNNER.replace(
+    "async def __aenter__(self): return self",
+    "async def __aenter__(self): print('waiting', flush=True); await asyncio.Event().wait()",
+)
+
+
+def test_controller_that_waits_for_its_turn_shows_that_it_lives_and_ends_when_told(
+    tmp_path: Path,
+) -> None:
+    assert STANDBY_RUNNER != TEN_LINE_RUNNER
+    site = write_distribution(
+        tmp_path / "site",
+        "standby-runner",
+        modules={"standby_runner.py": STANDBY_RUNNER},
+        entry_points={"agl.plugins": {"standby": "standby_runner:RunnerPlugin"}},
+    )
+    environ = {**os.environ, "PYTHONPATH": str(site)}
+    environ["AGL__PLUGINS__ENABLED"] = '["memory", "vllm", "standby"]'
+    alive = tmp_path / "alive"
+    command = [sys.executable, "-m", "agl_core.cli", "controller", "--heartbeat", str(alive)]
+    with subprocess.Popen(
+        command, env=environ, cwd=tmp_path, stdout=subprocess.PIPE, text=True
+    ) as process:
+        try:
+            assert process.stdout is not None
+            assert process.stdout.readline() == "waiting\n"
+            process.terminate()
+            assert process.wait(20) == 0
+        finally:
+            process.kill()
+    assert alive.exists()
