@@ -93,7 +93,7 @@ def test_an_unknown_plugin_is_told_with_the_nearest_and_the_installed_ones() -> 
     with pytest.raises(PluginNotFound) as refused:
         load_plugin_class("memori", installed_plugins())
     assert refused.value.message == "unknown plugin 'memori', did you mean 'memory'?"
-    assert "hypercorn, local, memory" in (refused.value.hint or "")
+    assert "hypercorn, k8s, local, memory" in (refused.value.hint or "")
 
 
 def test_an_import_that_fails_is_told_with_plugin_distribution_and_error(install: Any) -> None:

@@ -20,6 +20,7 @@ from agl_core.config import read_config
 from agl_core.plugin_manager import config_class, installed_plugins, load_plugin_class
 from agl_core.settings import TABLES, ModeSampling, PluginsSettings, RepeatSettings
 from agl_core.testing.hooks import hook_specs
+from agl_k8s.config import JobLayer, K8sConfig
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -141,6 +142,8 @@ def config_tables() -> dict[str, Any]:
         config = config_class(load_plugin_class(name, installed))
         if config is not None:
             found[f"plugins.{name}"] = config
+    found["plugins.k8s"] = K8sConfig
+    found["plugins.k8s.job"] = JobLayer
     return found
 
 
