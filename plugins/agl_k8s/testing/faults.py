@@ -122,7 +122,7 @@ class Faults:
         method: str | None = None,
         count: int | None = 1,
     ) -> None:
-        """Wait before the request is handled at all."""
+        """Wait before the request is handled; no other fault hits it."""
         self._add_request("delay", path, method, count, seconds=seconds)
 
     def black_hole(

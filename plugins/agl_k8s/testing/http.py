@@ -157,9 +157,8 @@ class FakeApiServer:
         query = dict(request.query)
         self.requests.append(SeenRequest(request.method, request.path, query, copied(body)))
         fault = self._take_fault(request)
-        while fault is not None and fault.act == "delay":
+        if fault is not None and fault.act == "delay":
             await self._clock.sleep(fault.seconds)
-            fault = self._take_fault(request)
         if fault is not None and fault.act == "black_hole":
             await asyncio.Event().wait()
         if fault is not None and fault.answer is not None:

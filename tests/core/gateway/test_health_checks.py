@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import statistics
 import time
 from typing import Any
 
@@ -188,7 +189,7 @@ async def test_c05_silent_server_delays_its_own_calls_alone(
         await service.register(server.endpoint)
     for number in range(100):
         await service.rollout(f"r{number}")
-    slowest = 0.0
+    times: list[float] = []
     async with asyncio.timeout(60):
         calls = [asyncio.create_task(service.call(f"r{number}")) for number in range(100)]
         # This loop also runs the agents and the model servers: until all calls are on their way,
@@ -198,9 +199,12 @@ async def test_c05_silent_server_delays_its_own_calls_alone(
         while not all(call.done() for call in calls):
             began = time.monotonic()
             assert (await service.client.get(f"{service.url}/healthz")).status_code == 200
-            slowest = max(slowest, time.monotonic() - began)
+            times.append(time.monotonic() - began)
         statuses = [(await call).status for call in calls]
-        assert slowest < 0.2
+        # Nothing waits for the silent server, whose time-outs are 1 and 2 seconds. A machine that
+        # is busy with other things delays an answer now and then.
+        assert statistics.median(times) < 0.2
+        assert max(times) < 0.9
         assert set(statuses) == {200, 504}
         assert statuses.count(504) == len(mute.requests)
         assert not await is_healthy(service, mute)

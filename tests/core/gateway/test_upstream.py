@@ -49,7 +49,7 @@ def on_each_loop(scenario):
     @functools.wraps(scenario)
     def test(new_loop, **arguments):
         async def run():
-            async with asyncio.timeout(10):
+            async with asyncio.timeout(40):
                 await scenario(**arguments)
 
         with asyncio.Runner(loop_factory=new_loop) as runner:

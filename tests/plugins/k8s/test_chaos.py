@@ -5,114 +5,24 @@ from __future__ import annotations
 import asyncio
 import os
 import random
-import signal
-import sys
 from collections import Counter
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from agl_core.app import create_app, load
 from agl_core.client import AsyncAglLiteClient
 from agl_core.clock import SystemClock
-from agl_core.config import RawConfig
 from agl_core.errors import ApiError
 from agl_core.records import Rollout
-from agl_core.testing.servers import serve_asgi
 from agl_k8s.names import rollout_id_of
 from agl_k8s.testing import FakeCluster, Script, scripts
-from agl_k8s.testing.clusters import ClusterUnderTest, fake_cluster
+from agl_k8s.testing.clusters import fake_cluster
 
 CLOCK = SystemClock()
 SEED = int(os.environ.get("AGL_TEST_SEED", "1"))
 ROLLOUTS = 200
-
-
-class Service:
-    """A service on a real socket that can be away for a while; its memory outlives that."""
-
-    def __init__(self) -> None:
-        tables = {"plugins": {"enabled": ["memory", "vllm"]}}
-        self.app = create_app(load(RawConfig(tables=tables)))
-        self.is_away = False
-
-    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        if scope["type"] == "http" and self.is_away:
-            # Returning without an answer closes the connection, as a death does.
-            return
-        await self.app.app(scope, receive, send)
-
-
-@asynccontextmanager
-async def service() -> AsyncIterator[tuple[Service, str]]:
-    made = Service()
-    async with made.app, serve_asgi(made) as url:
-        yield made, url
-        made.app.feed.close()
-
-
-class Controllers:
-    """Controllers as processes; one that is killed is started again, as a Deployment does."""
-
-    def __init__(self, folder: Path, cluster: ClusterUnderTest, url: str, count: int) -> None:
-        self.config = folder / "agl.toml"
-        self.config.write_text(
-            f"""[plugins]
-enabled = ["memory", "vllm", "k8s"]
-[controller]
-url = "{url}"
-poll_seconds = 2
-resync_seconds = 3
-[plugins.k8s]
-kubeconfig = "{cluster.kubeconfig}"
-instance = "{cluster.instance}"
-max_active = 50
-creates_per_second = 200
-infra_retries = 50
-lease_seconds = 2.0
-stop_grace_seconds = 0
-[plugins.k8s.job]
-image = "{cluster.image}"
-"""
-        )
-        self.log = folder / "controllers.log"
-        self.count = count
-        self.kills = 0
-        self._processes: list[asyncio.subprocess.Process] = []
-
-    async def __aenter__(self) -> Controllers:
-        for _ in range(self.count):
-            await self._start()
-        return self
-
-    async def __aexit__(self, *exc_info: object) -> None:
-        for process in self._processes:
-            if process.returncode is None:
-                process.kill()
-            await process.wait()
-
-    async def _start(self) -> None:
-        with self.log.open("ab") as log:
-            self._processes.append(
-                await asyncio.create_subprocess_exec(
-                    sys.executable,
-                    *("-m", "agl_core.cli", "controller", "--config", str(self.config)),
-                    stdout=log,
-                    stderr=log,
-                )
-            )
-
-    async def kill(self, rng: random.Random) -> None:
-        """SIGKILL to one of them, whether it leads or waits, and another in its place."""
-        process = self._processes.pop(rng.randrange(len(self._processes)))
-        if process.returncode is None:
-            process.send_signal(signal.SIGKILL)
-        await process.wait()
-        self.kills += 1
-        await self._start()
 
 
 def behaviours(rng: random.Random) -> Any:
@@ -130,16 +40,14 @@ def behaviours(rng: random.Random) -> Any:
     return choose
 
 
-async def trouble(
-    rng: random.Random, made: Service, controllers: Controllers, fake: FakeCluster
-) -> None:
+async def trouble(rng: random.Random, made: Any, working: Any, fake: FakeCluster) -> None:
     """One fault after the other, for ever."""
     while True:
         await CLOCK.sleep(rng.uniform(0.4, 1.6))
         kinds = ["controller", "service", "watches", "api", "manager", "evict", "evict", "busy"]
         kind = rng.choice(kinds)
         if kind == "controller":
-            await controllers.kill(rng)
+            await working.kill(rng)
         elif kind == "service":
             made.is_away = True
             await CLOCK.sleep(rng.uniform(0.2, 1.0))
@@ -189,7 +97,9 @@ async def pages(client: AsyncAglLiteClient) -> list[Rollout]:
 
 
 @pytest.mark.timeout(240)
-async def test_200_rollouts_survive_everything(tmp_path: Path) -> None:
+async def test_200_rollouts_survive_everything(
+    tmp_path: Path, service: Any, controllers: Any
+) -> None:
     rng = random.Random(SEED)
     made_jobs: Counter[str] = Counter()
 
@@ -197,14 +107,20 @@ async def test_200_rollouts_survive_everything(tmp_path: Path) -> None:
         if type_ == "ADDED" and resource == "jobs":
             made_jobs[rollout_id_of(item) or "?"] += 1
 
-    async with fake_cluster(tmp_path, backoff_scale=0.02) as cluster, service() as (made, url):
+    async with fake_cluster(tmp_path, backoff_scale=0.02) as cluster:
         fake = cluster.fake
         assert fake is not None
         fake.node.script_for = behaviours(rng)
         fake.store.subscribe(count)
         async with (
-            AsyncAglLiteClient(url) as client,
-            Controllers(tmp_path, cluster, url, count=2) as controllers,
+            AsyncAglLiteClient(service.url) as client,
+            controllers(
+                tmp_path,
+                cluster,
+                service.url,
+                2,
+                "max_active = 50\ncreates_per_second = 200\nlease_seconds = 3.0",
+            ) as working,
         ):
             items = [
                 {"rollout_id": f"r-{number}", "config": {"max_retries": number % 3}}
@@ -212,18 +128,19 @@ async def test_200_rollouts_survive_everything(tmp_path: Path) -> None:
             ]
             await client.enqueue(items)
             ends = Ends()
-            troubling = asyncio.create_task(trouble(rng, made, controllers, fake))
+            troubling = asyncio.create_task(trouble(rng, service, working, fake))
             try:
                 async with asyncio.timeout(100):
                     while len(ends.ended) < ROLLOUTS:
                         await CLOCK.sleep(0.3)
-                        if made.is_away:
+                        await working.revive()
+                        if service.is_away:
                             continue
                         with suppress(ApiError):  # away since
                             ends.see_all(await pages(client))
                         if len(ends.ended) > ROLLOUTS * 0.8:
                             troubling.cancel()  # the rest is to be cleaned up in peace
-                            made.is_away = False
+                            service.is_away = False
                             fake.job_controller.start()
             finally:
                 troubling.cancel()
@@ -231,7 +148,7 @@ async def test_200_rollouts_survive_everything(tmp_path: Path) -> None:
             async with asyncio.timeout(30):
                 while fake.store.list("jobs") or fake.store.list("pods"):
                     await CLOCK.sleep(0.1)
-            assert controllers.kills > 0
+            assert working.kills > 0
     assert set(made_jobs) == {f"r-{number}" for number in range(ROLLOUTS)}
     assert set(made_jobs.values()) == {1}, made_jobs.most_common(3)
     statuses = Counter(rollout.status for rollout in ends.ended.values())
