@@ -15,6 +15,7 @@ import pytest
 
 from agl_core.clock import SystemClock, poll
 from agl_k8s.testing import FakeCluster, Script, scripts
+from agl_k8s.testing.kinds import ApiStatus
 from agl_k8s.testing.pod_env import expand
 from agl_k8s.testing.reporting import condition_of, is_met
 
@@ -246,6 +247,18 @@ async def test_disruptions_are_retried_without_counting() -> None:
         assert [ended(p) for p in bench.last_states()] == [(143, "Error")] * 3
 
 
+async def test_deaf_pod_that_is_evicted_is_killed_after_its_grace() -> None:
+    async with opened(scripts.hangs_deaf()) as bench:
+        bench.create(job())
+        started = CLOCK.monotonic()
+        bench.cluster.evict(await bench.running())
+        await bench.deleted(1)
+        assert CLOCK.monotonic() - started >= 0.9
+        (last,) = bench.last_states()
+        assert ended(last) == (137, "Error")
+        assert condition_of(last, "DisruptionTarget")["reason"] == "EvictionByEvictionAPI"
+
+
 async def test_plain_pod_delete_counts_and_has_no_disruption() -> None:
     async with opened(scripts.hangs()) as bench:
         bench.create(job())
@@ -265,6 +278,46 @@ async def test_job_deadline_deletes_the_pod() -> None:
             ("Failed", "DeadlineExceeded"),
         ]
         assert bench.pods() == []
+
+
+async def test_job_deadline_starts_anew_when_the_job_is_resumed() -> None:
+    async with opened(scripts.hangs(), deadline_scale=0.1) as bench:
+
+        def suspend(value: bool) -> float:
+            def change(item: dict[str, Any]) -> None:
+                item["spec"]["suspend"] = value
+
+            bench.store.update("jobs", "default", "r-1", change)
+            return CLOCK.monotonic()
+
+        bench.create(job(activeDeadlineSeconds=10))
+        await bench.running()
+        suspend(True)
+        await bench.until(lambda: not bench.pods())
+        resumed = suspend(False)
+        await bench.finished()
+        assert CLOCK.monotonic() - resumed >= 1.0
+        assert bench.conditions()[-1] == ("Failed", "DeadlineExceeded")
+
+
+async def test_pod_is_replaced_while_the_old_one_ends_only_where_the_job_allows_it() -> None:
+    loose: dict[str, Any] = {
+        "podReplacementPolicy": "TerminatingOrFailed",
+        "podFailurePolicy": None,
+    }
+    async with opened(scripts.hangs_deaf(), backoff_scale=0.0) as bench:
+        bench.create(job(backoffLimit=5, **loose))
+        bench.create(job(backoffLimit=5, name="r-2"))
+        await bench.until(lambda: [p["status"]["phase"] for p in bench.pods()] == ["Running"] * 2)
+        for pod in bench.pods():
+            bench.store.delete("pods", "default", pod["metadata"]["name"], grace_seconds=60)
+        await bench.until(
+            lambda: bench.job()["status"].get("active") == 1 and len(bench.pods()) > 2
+        )
+        assert bench.job()["status"]["terminating"] == 1
+        status = bench.job("r-2")["status"]
+        assert (status.get("active", 0), status["terminating"]) == (0, 1)
+        assert len(bench.pods()) == 3
 
 
 async def test_failure_is_decided_before_the_pod_is_gone() -> None:
@@ -351,6 +404,22 @@ async def test_c67_pod_that_is_refused_is_only_an_event(
     assert "startTime" in status
     assert "active" not in status
     assert bench.conditions() == []
+
+
+async def test_refused_pods_are_tried_again_at_longer_and_longer_waits() -> None:
+    async with opened(backoff_scale=0.05) as bench:
+        times: list[float] = []
+        bench.store.subscribe(
+            lambda type_, res, item: (
+                times.append(CLOCK.monotonic()) if item.get("reason") == "FailedCreate" else None
+            )
+        )
+        started = CLOCK.monotonic()
+        bench.create(job(pod={"priorityClassName": "p"}))
+        await bench.until(lambda: len(times) == 4)
+        since = [time - started for time in times]  # 0, 1, 3 and 7 seconds, scaled
+        least = (0.0, 0.05, 0.15, 0.35)
+        assert all(time >= limit for time, limit in zip(since, least, strict=True)), since
 
 
 async def test_freed_quota_lets_the_pod_be_made(bench: Bench) -> None:
@@ -474,9 +543,35 @@ async def test_container_waits_for_its_secret(bench: Bench) -> None:
     assert bench.log(bench.pod()) == b"tok$en"
 
 
-async def test_volume_of_a_missing_secret_is_only_in_an_event(bench: Bench) -> None:
-    volumes = [{"name": "data", "secret": {"secretName": "r-1"}}]
-    bench.create(job(pod={"volumes": volumes}))
+async def test_missing_key_waits_unless_it_is_optional(bench: Bench) -> None:
+    bench.store.create("secrets", "default", SECRET)
+    bench.store.create("configmaps", "default", {"metadata": {"name": "c"}, "data": {"k": "v"}})
+    missing = {"name": "r-1", "key": "none"}
+    env: list[dict[str, Any]] = [
+        {"name": "A", "valueFrom": {"configMapKeyRef": {"name": "c", "key": "k"}}},
+        {"name": "B", "valueFrom": {"secretKeyRef": missing | {"optional": True}}},
+    ]
+    bench.create(job(sh('echo "$A${B-unset}"', env=env)))
+    await bench.finished()
+    assert bench.log(bench.pod()) == b"vunset\n"
+    env = [{"name": "B", "valueFrom": {"secretKeyRef": missing}}]
+    bench.create(job(sh("true", env=env), name="r-2"))
+    text = "couldn't find key none in Secret default/r-1"
+    await bench.until(lambda: any(text in str(pod["status"]) for pod in bench.pods()))
+
+
+@pytest.mark.parametrize(
+    "volume",
+    [
+        {"secret": {"secretName": "r-1"}},
+        {"projected": {"sources": [{"secret": {"name": "r-1"}}]}},
+    ],
+    ids=["secret", "projected"],
+)
+async def test_volume_of_a_missing_secret_is_only_in_an_event(
+    bench: Bench, volume: dict[str, Any]
+) -> None:
+    bench.create(job(pod={"volumes": [{"name": "data"} | volume]}))
     await bench.until(lambda: bench.events("FailedMount"))
     assert 'secret "r-1" not found' in bench.events("FailedMount")[0]["message"]
     assert state(bench.pod())["waiting"] == {"reason": "ContainerCreating"}
@@ -565,6 +660,37 @@ async def test_c63_what_a_container_leaves_behind_is_killed(bench: Bench) -> Non
     await all_dead([int(bench.log(bench.pod()))])
 
 
+LEAVES = "setsid sh -c 'echo $$$$ > f; exec sleep 60'"
+HAS_LEFT = "until test -s f; do sleep 0.02; done"
+needs_proc = pytest.mark.skipif(not Path("/proc").is_dir(), reason="needs /proc")
+
+
+@needs_proc
+@pytest.mark.parametrize(
+    "start", [f"{LEAVES} >g 2>&1 &", f"HOME=/ {LEAVES} &"], ids=["known by home", "known by log"]
+)
+async def test_c63_what_leaves_the_session_of_a_container_dies_with_it(
+    bench: Bench, start: str
+) -> None:
+    bench.create(job(sh(f"{start} {HAS_LEFT}; cat f")))
+    await bench.finished()
+    await all_dead([int(bench.log(bench.pod()))])
+
+
+@needs_proc
+async def test_what_leaves_its_session_lives_as_long_as_its_own_container(bench: Bench) -> None:
+    other = sh(f"{LEAVES} >g 2>&1 & {HAS_LEFT}; cat f; sleep 60", name="other")
+    bench.create(job(sh(HAS_LEFT), other))
+    await bench.until(lambda: bench.pods() and "terminated" in str(bench.pod()["status"]))
+    assert ended(bench.pod()) == (0, "Completed")
+    await bench.until(lambda: bench.log(bench.pod(), "other"))
+    number = int(bench.log(bench.pod(), "other"))
+    assert is_alive(number)
+    bench.delete()
+    await bench.until(bench.is_gone)
+    await all_dead([number])
+
+
 async def test_politely_ended_agent_succeeds(bench: Bench) -> None:
     bench.create(job(sh("trap 'exit 0' TERM; echo started; sleep 60 & wait")))
     bench.cluster.evict(await bench.writes(b"started"))
@@ -651,6 +777,9 @@ async def test_kubelet_that_is_down_starts_and_ends_nothing(bench: Bench) -> Non
     await bench.until(lambda: len([p for p in bench.pods() if p["spec"].get("nodeName")]) == 2)
     assert is_alive(number)
     assert bench.job()["metadata"]["name"] == "r-1"
+    log = bench.cluster.node.read("default", bench.pods()[0]["metadata"]["name"], "agent")
+    assert isinstance(log, ApiStatus)
+    assert log.code == 500
     bench.cluster.node.up()
     await bench.finished("r-2")
     await bench.until(lambda: [j["metadata"]["name"] for j in bench.store.list("jobs")] == ["r-2"])

@@ -327,6 +327,23 @@ async def test_a_wait_that_was_cancelled_leaves_nothing_behind(store, clock):
     assert store.holder == ""
 
 
+async def test_a_release_that_meets_a_late_renewal_is_tried_again(store, clock):
+    line = Line(store, clock)
+    first = claim(line, "first")
+    await first.acquire()
+    get = store.get
+
+    def get_and_be_overtaken() -> dict[str, Any]:
+        store.get = get  # type: ignore[method-assign]
+        found = get()
+        store.replace(found)  # sent before the release and slower than it
+        return found
+
+    store.get = get_and_be_overtaken  # type: ignore[method-assign]
+    await first.release()
+    assert store.holder == ""
+
+
 @pytest.mark.parametrize("seed", range(30))
 async def test_two_are_never_leading_whatever_the_network_does(seed, store, clock):
     chance = random.Random(seed)

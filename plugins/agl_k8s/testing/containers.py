@@ -14,6 +14,7 @@ from attrs import frozen
 
 from agl_core.clock import Clock
 from agl_k8s.testing.scripts import SIGKILL_CODE, Script
+from agl_k8s.testing.survivors import kill_survivors
 
 LAST_BYTES = 2048
 LAST_LINES = 80
@@ -58,14 +59,17 @@ class ProcessContainer:
     is no process 1 of a name space.
     """
 
-    def __init__(self, process: asyncio.subprocess.Process, log: Path) -> None:
+    def __init__(self, process: asyncio.subprocess.Process, log: Path, home: Path) -> None:
         self._process = process
         self._log = log
+        self._home = home
         self._is_over = False
 
     async def wait(self) -> Exit:
         code = await self._process.wait()
         self.kill()
+        if not self._is_over:
+            kill_survivors(self._log, self._home)
         self._is_over = True  # from now on its number may be that of others
         code = code if code >= 0 else 128 - code
         return Exit(code, "Error" if code else "Completed")
@@ -146,9 +150,17 @@ class UnstartedContainer:
 
 
 async def start_process(
-    command: Sequence[str], variables: Mapping[str, str], folder: Path, log: Path
+    command: Sequence[str], variables: Mapping[str, str], *, folder: Path, home: Path, log: Path
 ) -> Container:
-    """Run a command; where that fails, the container has ended as containerd would end it."""
+    """Run a command; where that fails, the container has ended as containerd would end it.
+
+    Args:
+        command: Program and arguments.
+        variables: All that it has.
+        folder: Where it starts.
+        home: The folder that no other container has as its home.
+        log: The file that it writes to.
+    """
     with log.open("wb") as output:
         try:
             process = await asyncio.create_subprocess_exec(
@@ -173,7 +185,7 @@ async def start_process(
                 f'container init: exec: "{command[0]}": {why}'
             )
             return UnstartedContainer(Exit(START_ERROR_CODE, "StartError", message, has_run=False))
-    return ProcessContainer(process, log)
+    return ProcessContainer(process, log, home)
 
 
 def last_words(text: bytes) -> str:

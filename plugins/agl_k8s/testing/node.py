@@ -1,9 +1,9 @@
 """A node of the fake cluster: the kubelet, which runs pods as processes of this machine.
 
 Nothing is mounted: a container has no file system of its own, so it starts in a temporary folder
-that the containers of its pod share, ``volumeMounts`` and ``workingDir`` are ignored, and a volume
-only matters in that a missing Secret keeps its pod from starting. Images are not looked at. A
-sidecar that ends is not started again.
+that the containers of its pod share (each has a ``HOME`` of its own beside it), ``volumeMounts``
+and ``workingDir`` are ignored, and a volume only matters in that a missing Secret keeps its pod
+from starting. Images are not looked at. A sidecar that ends is not started again.
 """
 
 from __future__ import annotations

@@ -53,12 +53,12 @@ def command_of(container: Object, variables: Mapping[str, str]) -> list[str]:
     return [expand(str(word), variables) for word in words]
 
 
-def image_variables(pod: Object, folder: str) -> dict[str, str]:
+def image_variables(pod: Object, home: str) -> dict[str, str]:
     """What the image and the runtime set, before the container's own."""
     return {
         "PATH": os.environ.get("PATH", os.defpath),
         "HOSTNAME": pod["metadata"]["name"],
-        "HOME": folder,
+        "HOME": home,
     }
 
 

@@ -258,13 +258,14 @@ class PodWorker:
             except CannotConfigureError as exc:
                 self._hold(name, "CreateContainerConfigError", str(exc))
             await self._pause()
-        folder, logs = (self._node.root / self._uid / part for part in ("work", "logs"))
-        for path in (folder, logs):
+        root = self._node.root / self._uid
+        folder, home, log = root / "work", root / "homes" / name, root / "logs" / f"{name}.log"
+        for path in (folder, home, log.parent):
             path.mkdir(parents=True, exist_ok=True)
-        variables = image_variables(self._pod, str(folder)) | own
+        variables = image_variables(self._pod, str(home)) | own
         command = command_of(container, own)
         starting = asyncio.ensure_future(
-            start_process(command, variables, folder, logs / f"{name}.log")
+            start_process(command, variables, folder=folder, home=home, log=log)
         )
         try:
             await asyncio.shield(starting)

@@ -43,7 +43,7 @@ JAPANESE = 'data: {"delta":"日本😀"}\n\n'.encode()
 
 
 def on_each_loop(scenario):
-    """Make a test of a coroutine function: run on each event loop, for 10 seconds at most."""
+    """Make a test of a coroutine function: run on each event loop, for 40 seconds at most."""
 
     @pytest.mark.parametrize("new_loop", LOOPS.values(), ids=LOOPS)
     @functools.wraps(scenario)
