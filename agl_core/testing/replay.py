@@ -2,7 +2,8 @@
 
 A request says by ``x-test-case`` which recording answers it, and by ``x-test-split`` how its bytes
 arrive: ``recorded`` (the chunks that vLLM sent), ``bytes`` (one byte at a time) or offsets at which
-the body is cut, such as ``5,17``.
+the body is cut, such as ``5,17``. A request that names none is answered by its route, where the
+server was told which recording stands for it.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ class Recording:
     path: str
     request: bytes = field(repr=False)
     content_type: str | None
+    authorization: str | None = field(repr=False)
     status: int | None
     """None: no head came back."""
     headers: tuple[Header, ...] = field(repr=False)
@@ -49,6 +51,21 @@ class Recording:
     def is_stream(self) -> bool:
         """Whether the answer is an event stream."""
         return dict(self.headers).get("content-type", "").startswith("text/event-stream")
+
+    @property
+    def is_aborted(self) -> bool:
+        """Whether the engine ended a generation that it was told to drop."""
+        return b'"finish_reason":"abort"' in self.body
+
+    @property
+    def is_of_the_model_api(self) -> bool:
+        """Whether its path is below ``/v1``; all others are the engine's own."""
+        return self.path.startswith("/v1/")
+
+    @property
+    def route(self) -> str:
+        """Method and path, as ``ReplayServer`` takes them."""
+        return f"{self.method} {self.path}"
 
 
 def load_recordings(folder: Path) -> dict[str, Recording]:
@@ -69,6 +86,7 @@ def _load(folder: Path) -> Recording:
         path=meta["path"],
         request=_read(folder / "request.json") or _read(folder / "request.body"),
         content_type=meta["request_headers"].get("content-type"),
+        authorization=meta["request_headers"].get("authorization"),
         status=head.get("status"),
         headers=tuple((name.lower(), value) for name, value in head.get("headers", ())),
         body=_read(folder / "response.body"),
@@ -150,15 +168,29 @@ def pieces_of(body: bytes, cuts: Sequence[int]) -> list[bytes]:
 
 
 class ReplayServer(RawServer):
-    """Answers each request by the recording that it names."""
+    """Answers each request by the recording that it names, or else by that of its route.
 
-    def __init__(self, recordings: Mapping[str, Recording]) -> None:
+    Args:
+        recordings: By name.
+        routes: Names of recordings by method and target, such as ``GET /health``. It may be
+            changed while the server runs.
+    """
+
+    def __init__(
+        self, recordings: Mapping[str, Recording], routes: Mapping[str, str] | None = None
+    ) -> None:
         super().__init__(self._replay)
+        self.routes = dict(routes or {})
         self._recordings = recordings
+
+    def asked(self, route: str) -> int:
+        """How often a route was asked for."""
+        return sum(f"{seen.method} {seen.target}" == route for seen in self.requests)
 
     async def _replay(self, exchange: Exchange) -> None:
         request = exchange.request
-        recording = self._recordings[request.header(CASE_HEADER) or ""]
+        by_route = self.routes.get(f"{request.method} {request.target}", "")
+        recording = self._recordings[request.header(CASE_HEADER) or by_route]
         if recording.status is None:
             await exchange.gone.wait()
             return
