@@ -117,7 +117,7 @@ class Turn:
     reward: float | None = None
     """What a reward event gave to this very call."""
     extras: Mapping[str, Any] = field(factory=dict)
-    """What else the engine told of the choice, as it told it (``routed_experts``, say)."""
+    """What else the engine told of the choice (``routed_experts``, ``top_logprobs``)."""
 
     @property
     def prompt_token_ids(self) -> list[int]:

@@ -3,12 +3,32 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import click
 
 from agl_core.cli.options import make_client, service_options
+
+# What the client takes beside a format's own parameters.
+_OURS = frozenset({"format", "ids", "group_id", "policy", "mode", "self"})
+
+
+def _parameters(
+    _context: click.Context, _option: click.Parameter, given: Sequence[str]
+) -> dict[str, str]:
+    parameters: dict[str, str] = {}
+    for pair in given:
+        name, equals, value = pair.partition("=")
+        if not name or not equals:
+            raise click.BadParameter(f"{pair!r} is not NAME=VALUE")
+        if name in _OURS:
+            raise click.BadParameter(f"{name!r} is none of a format's parameters")
+        if name in parameters:
+            raise click.BadParameter(f"{name!r} is given twice")
+        parameters[name] = value
+    return parameters
 
 
 @click.command()
@@ -18,6 +38,14 @@ from agl_core.cli.options import make_client, service_options
 @click.option("--policy", help="Only the calls of one policy.")
 @click.option(
     "--mode", type=click.Choice(["train", "val", "all"]), default="train", show_default=True
+)
+@click.option(
+    "--option",
+    "parameters",
+    metavar="NAME=VALUE",
+    multiple=True,
+    callback=_parameters,
+    help="A parameter of the format, such as max_length=4096; may be given more than once.",
 )
 @click.option(
     "-o",
@@ -32,6 +60,7 @@ def export(
     group_id: str | None,
     policy: str | None,
     mode: Any,
+    parameters: dict[str, str],
     output: Path | None,
     url: str | None,
     key: str | None,
@@ -39,7 +68,12 @@ def export(
     """Write ended rollouts in FORMAT (triplet, trajectory, or a plugin's)."""
     with make_client(url, key) as client:
         pieces = client.export_bytes(
-            format_name, ids=list(ids) or None, group_id=group_id, policy=policy, mode=mode
+            format_name,
+            ids=list(ids) or None,
+            group_id=group_id,
+            policy=policy,
+            mode=mode,
+            **parameters,
         )
         if output is None:
             stream = sys.stdout.buffer

@@ -178,10 +178,12 @@ class World:
     vllm: FakeVllm
     client: AsyncAglLiteClient
 
-    async def succeeded(self, rollout_id: str, *bodies: dict[str, Any]) -> list[Answer]:
+    async def succeeded(
+        self, rollout_id: str, *bodies: dict[str, Any], path: str = "chat/completions"
+    ) -> list[Answer]:
         """Run a rollout that makes these calls and succeeds."""
         await self.service.rollout(rollout_id)
-        answers = [await self.service.call(rollout_id, body) for body in bodies]
+        answers = [await self.service.call(rollout_id, body, path) for body in bodies]
         await self.service.api(
             "PATCH",
             f"/rollouts/{rollout_id}",
@@ -294,10 +296,17 @@ def with_experts(*, always: bool) -> Script:
     indirect=["world"],
     ids=["asked for by the policy", "told by the server unasked"],
 )
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("chat/completions", chat(n=2)),
+        ("completions", {"model": "m", "prompt": "Hi", "n": 2}),
+    ],
+)
 async def test_routed_experts_are_recorded_once_and_exported_with_their_choice(
-    world: World, is_shown: bool
+    world: World, is_shown: bool, path: str, body: dict[str, Any]
 ) -> None:
-    (answer,) = await world.succeeded("r", chat(n=2))
+    (answer,) = await world.succeeded("r", body, path=path)
     seen = [choice_["routed_experts"] for choice_ in answer.json()["choices"]]
     assert seen == ([ROUTED, ROUTED[::-1]] if is_shown else [None, None])
     (event,) = await world.service.events("r")
@@ -385,3 +394,26 @@ async def test_c41_batches_with_nothing_that_succeeded_stop_nobody(
 async def test_a_share_that_is_none_is_refused(world: World, share: float) -> None:
     with pytest.raises(Invalid, match="max_no_data_share"):
         await world.client.verl.triplets(max_no_data_share=share)
+
+
+class Alternatives(RequestReshaper):
+    """A policy that asks for two alternatives to each token."""
+
+    def reshape(self, request: ReshapeRequest) -> Mapping[str, Any]:
+        return {"top_logprobs": 2, "logprobs": True}
+
+    @hookimpl
+    def provide_request_reshaper(self) -> RequestReshaper:
+        return self
+
+
+@pytest.mark.parametrize("world", [((Alternatives(),), saying())], indirect=True)
+async def test_alternatives_that_the_policy_asked_for_are_exported(world: World) -> None:
+    (answer,) = await world.succeeded("r", chat())
+    assert answer.json()["choices"][0]["logprobs"] is None
+    sampled = zip(Output().texts, Output().logprobs, strict=True)
+    told = {"top_logprobs": [[[text, logprob], ["Oh", -0.2]] for text, logprob in sampled]}
+    (triplet,) = (await world.line("triplet"))["triplets"]
+    assert triplet["extras"] == told
+    (row,) = (await world.line("trajectory"))["rows"]
+    assert [turn["extras"] for turn in row["turns"]] == [told]

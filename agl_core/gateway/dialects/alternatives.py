@@ -1,4 +1,4 @@
-"""Leaving out of an answer the alternatives to each token that the agent did not ask for.
+"""The alternatives to each token: keeping all that came, showing the agent what it asked for.
 
 vLLM puts the sampled token first and the likeliest ones after it. Asked for ``k`` of them, chat has
 the first ``k`` of these, the sampled one included; completions have the sampled one and the ``k``
@@ -7,12 +7,20 @@ likeliest, which it may be among. So fewer of them can be made of more.
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterable
 from typing import Any
 
 import msgspec
 
 from agl_core.gateway.dialects.base import RawFields
 from agl_core.gateway.dialects.shapes import UNREADABLE
+
+Alternatives = list[list[list[Any]] | None]
+"""Per token its alternatives, each ``[token or token id, logprob or None]``; None: none came."""
+
+# What vLLM 0.32 writes for a token where ``return_tokens_as_token_ids`` is set.
+_TOKEN_ID = re.compile(r"token_id:([0-9]{1,18})")
 
 _fields_decoder = msgspec.json.Decoder(RawFields)
 _choices_decoder = msgspec.json.Decoder(list[RawFields])
@@ -21,6 +29,64 @@ _content_decoder = msgspec.json.Decoder(list[RawFields] | None)
 _list_decoder = msgspec.json.Decoder(list[msgspec.Raw] | None)
 _tops_decoder = msgspec.json.Decoder(list[RawFields | None] | None)
 _number_decoder = msgspec.json.Decoder(float | None)
+
+
+class _Top(msgspec.Struct, gc=False):
+    token: str
+    logprob: float | None = None
+
+
+class _Token(msgspec.Struct):
+    top_logprobs: list[_Top] | None = None
+
+
+class _Logprobs(msgspec.Struct):
+    content: list[_Token] | None = None
+    top_logprobs: list[dict[str, float | None] | None] | None = None
+
+
+class _Choice(msgspec.Struct):
+    index: int = 0
+    logprobs: _Logprobs | None = None
+
+
+class _Told(msgspec.Struct):
+    choices: list[_Choice] | None = None
+
+
+_told_decoder = msgspec.json.Decoder(_Told)
+
+
+def alternatives_in(data: bytes) -> dict[int, Alternatives]:
+    """Return all alternatives of a chunk or a whole answer, by choice; none in another shape.
+
+    They stand as the engine listed them, the sampled token among them where it listed that.
+    """
+    try:
+        choices = _told_decoder.decode(data).choices or ()
+    except UNREADABLE:
+        return {}
+    return {choice.index: _listed(choice.logprobs) for choice in choices if choice.logprobs}
+
+
+def _listed(logprobs: _Logprobs) -> Alternatives:
+    if logprobs.content is not None:
+        tokens = (token.top_logprobs for token in logprobs.content)
+        return [
+            None if tops is None else _pairs((top.token, top.logprob) for top in tops)
+            for tops in tokens
+        ]
+    listed = logprobs.top_logprobs or ()
+    return [None if tops is None else _pairs(tops.items()) for tops in listed]
+
+
+def _pairs(tops: Iterable[tuple[str, float | None]]) -> list[list[Any]]:
+    return [[_id_or_text(token), logprob] for token, logprob in tops]
+
+
+def _id_or_text(token: str) -> int | str:
+    match = _TOKEN_ID.fullmatch(token)
+    return token if match is None else int(match[1])
 
 
 def with_fewer(data: bytes, count: int) -> bytes:

@@ -13,8 +13,8 @@ from typing import Any
 
 import attrs
 
-from agl_core.gateway.dialects.base import Answer, Dialect, ParsedRequest, as_flag
-from agl_core.gateway.dialects.choices import ChoiceState, extras_in
+from agl_core.gateway.dialects.base import Dialect, ParsedRequest, as_flag
+from agl_core.gateway.dialects.choices import ChoiceState
 from agl_core.gateway.dialects.describe import count, describe_common, usage_changes
 from agl_core.gateway.dialects.shapes import ChunkChoice, WholeLogprobs
 from agl_core.gateway.dialects.tee import TokenTee
@@ -22,23 +22,6 @@ from agl_core.gateway.dialects.tee import TokenTee
 
 class ChatTee(TokenTee):
     """The tee of a chat answer."""
-
-    def whole(self, body: bytes) -> bytes:
-        """Return the body without our additions, as ``TokenTee`` does; keep the extras."""
-        shown = super().whole(body)
-        if self._states:
-            for index, extras in extras_in(body).items():
-                self._states[index].extras = extras
-        return shown
-
-    def result(self) -> Answer:
-        """Return what was seen so far; extras are large and are recorded in the choice alone."""
-        answer = super().result()
-        if any(state.extras for state in self._states.values()):
-            for choice in answer.response["choices"]:
-                if self._states[choice.get("index", 0)].extras:
-                    choice["routed_experts"] = None
-        return answer
 
     def _is_empty(self, choice: ChunkChoice) -> bool:
         """Tell whether the delta says nothing: vLLM sends those only to carry ids or logprobs."""

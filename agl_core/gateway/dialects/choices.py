@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from agl_core.gateway.dialects.alternatives import Alternatives
 from agl_core.gateway.dialects.shapes import decode_lenient
 
 Proof = Literal["complete", "incomplete", "absent"]
@@ -35,6 +36,7 @@ class ChoiceState:
     """One choice while its answer comes in."""
 
     __slots__ = (
+        "alternatives",
         "extras",
         "finish_reason",
         "index",
@@ -56,6 +58,8 @@ class ChoiceState:
         self.finish_reason: str | None = None
         self.stop_reason: Any = None
         self.extras: dict[str, Any] = {}
+        # Only where more came than the agent asked for.
+        self.alternatives: Alternatives | None = None
         # Streams only: the pieces of each text field, the tool calls, the tokens' texts and the
         # logprobs as sent.
         self.parts: dict[str, Any] = {}
@@ -76,6 +80,12 @@ class ChoiceState:
             self.logprobs = []
         self.logprobs += [v if type(v) is float else _number(v) for v in values]
 
+    def add_alternatives(self, values: Alternatives) -> None:
+        """Append the alternatives of one chunk's tokens."""
+        if self.alternatives is None:
+            self.alternatives = []
+        self.alternatives += values
+
     def drop_prompt_logprobs(self) -> None:
         """With ``echo`` the logprobs of the prompt come first; keep those of the sampled tokens."""
         ids, logprobs, prompt = self.token_ids, self.logprobs, self.prompt_token_ids
@@ -83,6 +93,20 @@ class ChoiceState:
             return
         if len(logprobs) == len(prompt) + len(ids):
             self.logprobs = logprobs[len(prompt) :]
+            if self.alternatives is not None:
+                self.alternatives = self.alternatives[len(prompt) :]
+
+    @property
+    def told(self) -> dict[str, Any]:
+        """What the engine told for trainers alone.
+
+        Alternatives that are not one list for each token's logprob are left out: nobody could say
+        whose they are.
+        """
+        found, logprobs = self.alternatives, self.logprobs
+        if not found or logprobs is None or len(found) != len(logprobs) or not any(found):
+            return self.extras
+        return {**self.extras, "top_logprobs": found}
 
     @property
     def has_gaps(self) -> bool:
@@ -135,8 +159,8 @@ def prove(
     """Say of each choice whether its tokens are proved to be all there.
 
     ``complete``: it has its prompt's ids, as many ids as finite logprobs, and the ids of all
-        choices are together as
-    many as the server counted. ``absent``: no ids came. ``incomplete``: anything else.
+    choices are together as many as the server counted. ``absent``: no ids came. ``incomplete``:
+    anything else.
     """
     counted = None if usage is None else usage.get("completion_tokens")
     total = sum(len(state.token_ids or ()) for state in states)
@@ -169,5 +193,5 @@ def record(state: ChoiceState, proof: Proof) -> dict[str, Any]:
         "version_spans": None,
         "finish_reason": state.finish_reason,
         "tokens": proof,
-        "extras": state.extras,
+        "extras": state.told,
     }

@@ -39,7 +39,7 @@ class Hidden:
         return cls(
             token_ids=token_ids,
             logprobs=logprobs,
-            tops=_asked_tops(request, adjusted) if request.wants_logprobs else None,
+            tops=_asked_tops(request, adjusted) if request.wants_logprobs or logprobs else None,
             routing=not request.get("return_routed_experts")
             and bool(adjusted.get("return_routed_experts")),
             usage=not request.wants_usage and adjusted.get("stream_options") is not None,
@@ -71,10 +71,14 @@ class Hidden:
 
 
 def _asked_tops(request: ParsedRequest, adjusted: Mapping[str, Any]) -> int | None:
-    sent = as_integer(adjusted.get(request.tops_field))
+    name = request.tops_field
+    if name not in adjusted and request.wants_logprobs:
+        return None
+    sent = as_integer(adjusted[name] if name in adjusted else request.get(name))
     if sent is None:
         return None
-    asked = as_integer(request.get(request.tops_field) or 0)
+    # What an agent names that gets no logprobs at all, it did not ask for.
+    asked = as_integer(request.get(name) or 0) if request.wants_logprobs else 0
     # -1 asks for the whole vocabulary.
     return asked if asked is not None and asked >= 0 and (sent > asked or sent == -1) else None
 

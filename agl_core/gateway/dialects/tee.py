@@ -8,9 +8,9 @@ from typing import Any
 
 import msgspec
 
-from agl_core.gateway.dialects.alternatives import with_fewer
+from agl_core.gateway.dialects.alternatives import alternatives_in, with_fewer
 from agl_core.gateway.dialects.base import Answer, AnswerTee, ParsedRequest, is_event_stream
-from agl_core.gateway.dialects.choices import ChoiceState, prove, record
+from agl_core.gateway.dialects.choices import ChoiceState, extras_in, prove, record
 from agl_core.gateway.dialects.hidden import Hidden, strip, with_field
 from agl_core.gateway.dialects.shapes import (
     UNREADABLE,
@@ -181,7 +181,7 @@ class TokenTee(AnswerTee):
             return
         chunk, mended = read
         if self._hidden.tops is not None and chunk.choices:
-            fewer = with_fewer(mended, self._hidden.tops)
+            fewer = self._take_alternatives(mended, self._hidden.tops)
             if fewer is not mended:
                 chunk, mended = _chunk_decoder.decode(fewer), fewer
         if mended is not data:
@@ -240,9 +240,7 @@ class TokenTee(AnswerTee):
         if "id" not in self._head and chunk.id is not None:
             self._head.update(id=chunk.id, created=chunk.created, model=chunk.model)
         for choice in choices:
-            state = self._states.get(choice.index)
-            if state is None:
-                state = self._states[choice.index] = ChoiceState(choice.index)
+            state = self._state(choice.index)
             prompt = choice.prompt_token_ids or chunk.prompt_token_ids
             if prompt is not None:
                 state.prompt_token_ids = prompt
@@ -253,6 +251,18 @@ class TokenTee(AnswerTee):
             self._gather(state, choice)
             if not self._first_token_seen:
                 self._first_token_seen = bool(choice.token_ids) or self._has_output(choice)
+
+    def _state(self, index: int) -> ChoiceState:
+        state = self._states.get(index)
+        if state is None:
+            state = self._states[index] = ChoiceState(index)
+        return state
+
+    def _take_alternatives(self, data: bytes, count: int) -> bytes:
+        """Keep all alternatives of a chunk or a whole answer; return it with the agent's alone."""
+        for index, found in alternatives_in(data).items():
+            self._state(index).add_alternatives(found)
+        return data if self._hidden.logprobs else with_fewer(data, count)
 
     # Whole answers
 
@@ -281,10 +291,13 @@ class TokenTee(AnswerTee):
             state.finish_reason = choice.finish_reason
         self._first_token_seen = bool(answer.choices)
         self._aborted = any(state.finish_reason == "abort" for state in self._states.values())
-        if answer.choices and self._hidden.tops is not None:
-            mended = with_fewer(mended, self._hidden.tops)
-        if answer.choices and self._hidden.anything:
-            mended = strip(mended, self._hidden, usage=False)
+        if answer.choices:
+            for index, extras in extras_in(body).items():
+                self._states[index].extras = extras
+            if self._hidden.tops is not None:
+                mended = self._take_alternatives(mended, self._hidden.tops)
+            if self._hidden.anything:
+                mended = strip(mended, self._hidden, usage=False)
         self._shown = mended
         return mended
 
@@ -304,6 +317,7 @@ class TokenTee(AnswerTee):
                 self._flags["text_mismatch"] = None
         else:
             response = self._decode_shown()
+            self._leave_out_extras(response)
         error = self._error
         if error is None and not self._ok and response is not None:
             error = response
@@ -324,6 +338,13 @@ class TokenTee(AnswerTee):
         if self._error is not None:
             response["error"] = self._error
         return response
+
+    def _leave_out_extras(self, response: Any) -> None:
+        """Take out of a whole answer what is large and recorded in the choice."""
+        if any(state.extras for state in self._states.values()):
+            for choice in response["choices"]:
+                if self._states[choice.get("index", 0)].extras:
+                    choice["routed_experts"] = None
 
     def _decode_shown(self) -> Any:
         if self._shown is None:

@@ -208,3 +208,45 @@ def test_an_export_into_no_folder_is_told(agl: Any, ended: str) -> None:
     assert ran.status == 1
     assert "no/folder/out.jsonl" in ran.err
     assert "Traceback" not in ran.err
+
+
+def test_export_takes_options_of_the_format(agl: Any, ended: str) -> None:
+    options = ("--option", "max_length=9", "--option", "allow_raw_sampling=true")
+    ran = agl("export", "triplet", "--id", ended, *options)
+    assert (ran.status, ran.err) == (0, "")
+    assert json.loads(ran.out)["rollout_id"] == ended
+
+
+@pytest.mark.parametrize(
+    ("option", "told"),
+    [
+        ("max_length=none=1", "none=1"),
+        ("max_lenght=9", "max_lenght"),
+        ("allow_raw_sampling=", "allow_raw_sampling"),
+    ],
+)
+def test_the_format_refuses_an_option_that_is_none_of_its(
+    agl: Any, ended: str, option: str, told: str
+) -> None:
+    good = ("--option", "allow_mixed_temperature=true")
+    ran = agl("export", "triplet", "--id", ended, *good, "--option", option)
+    assert (ran.status, ran.out) == (1, "")
+    assert told in ran.err
+    assert "Traceback" not in ran.err
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        (["max_length"], "'max_length' is not NAME=VALUE"),
+        (["=4"], "'=4' is not NAME=VALUE"),
+        (["ids=a"], "'ids' is none of a format's parameters"),
+        (["self=a"], "'self' is none of a format's parameters"),
+        (["max_length=1", "max_length=2"], "'max_length' is given twice"),
+    ],
+)
+def test_an_option_that_is_none_is_refused_at_once(agl: Any, options: list[str], told: str) -> None:
+    given = [argument for option in options for argument in ("--option", option)]
+    ran = agl("export", "triplet", *given)
+    assert ran.status == 2
+    assert told in ran.err

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from typing import Any
 
@@ -11,7 +12,7 @@ import pytest
 from agl_core.gateway.dialects.alternatives import with_fewer
 from agl_core.hookspecs import hookimpl
 from agl_core.interfaces import ReshapeRequest
-from agl_core.testing.fake_vllm import Output, VllmAnswer, answer
+from agl_core.testing.fake_vllm import EVENT_STREAM, Output, VllmAnswer, answer
 from agl_core.testing.raw_http import Exchange
 from agl_core.testing.replay import chunks_of
 from agl_core.testing.service import Answer, chat
@@ -31,6 +32,7 @@ ASKED: dict[str, list[dict[str, Any]]] = {
         chat(logprobs="true", top_logprobs="3", return_token_ids=True),
         chat(logprobs=True, top_logprobs=5),
         chat(logprobs=True, top_logprobs=None),
+        chat(logprobs=False, top_logprobs=5),
     ],
     "completions": [
         COMPLETION,
@@ -45,6 +47,12 @@ ASKED: dict[str, list[dict[str, Any]]] = {
     ],
     "messages": [MESSAGE],
 }
+# What the server says beside the sampled token where it is asked for five.
+OTHERS = [["Oh", -0.2], ["A", -0.75], ["The", -2.0], ["I", -3.0]]
+ALL = [
+    [[text, logprob], *OTHERS]
+    for text, logprob in zip(Output().texts, Output().logprobs, strict=True)
+]
 
 
 class MoreAlternatives:
@@ -111,6 +119,129 @@ async def test_agent_sees_the_alternatives_that_it_asked_for_and_no_more(
             assert recorded["response"] == got.json()
         elif path == "chat/completions":
             assert tops_of(recorded["response"]) == tops_of(*chunks_of(got.body))
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+@pytest.mark.parametrize("path", ASKED)
+async def test_alternatives_that_only_the_policy_asked_for_are_recorded_with_each_choice(
+    open_service: Any, open_vllm: Any, path: str, stream: bool
+) -> None:
+    server = await open_vllm(script)
+    service = await open_service(plugins=(MoreAlternatives(),))
+    await service.register(server.endpoint)
+    await service.register(server.endpoint, "helper", trained=False, served_model="m")
+    await service.rollout("r")
+    for asked in ASKED[path]:
+        await service.call("r", {**asked, "stream": stream}, path)
+        *_, recorded = await service.events("r")
+        # Where the agent asked for as many, they are in its answer.
+        count = asked.get("logprobs" if path == "completions" else "top_logprobs")
+        has_all = count == 5 and asked["logprobs"] is not False
+        told = {} if has_all else {"top_logprobs": ALL}
+        assert len(recorded["choices"]) == asked.get("n", 1)
+        assert [choice["extras"] for choice in recorded["choices"]] == [told] * asked.get("n", 1)
+        await service.call("r", {**asked, "model": "helper", "stream": stream}, path)
+        *_, untouched = await service.events("r")
+        assert not any(choice["extras"] for choice in untouched["choices"])
+
+
+def changing(changes: Mapping[bytes, bytes]) -> Any:
+    """Answer as the server does, but with other bytes in each piece."""
+
+    async def changed(exchange: Exchange) -> None:
+        fields = exchange.request.json()
+        made = VllmAnswer(fields, [Output(texts=("token_id:11", "token_id: 5", "!", ""))])
+        whole = json.dumps(made.whole()).encode()
+        pieces = list(made.events()) if fields.get("stream") else [whole]
+        for old, new in changes.items():
+            assert any(old in piece for piece in pieces)
+            pieces = [piece.replace(old, new) for piece in pieces]
+        if not fields.get("stream"):
+            exchange.whole(200, pieces[0], [("content-type", "application/json")])
+            return
+        exchange.begin(200, EVENT_STREAM)
+        for piece in pieces:
+            exchange.write(piece)
+        exchange.end()
+
+    return changed
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("chat/completions", chat()),
+        ("chat/completions", chat(logprobs=True, top_logprobs=1)),
+        ("completions", COMPLETION),
+        ("completions", {**COMPLETION, "logprobs": 1}),
+    ],
+    ids=["chat", "chat-1", "completion", "completion-1"],
+)
+async def test_recorded_alternatives_have_ids_where_told_and_null_for_what_is_not_finite(
+    open_service: Any, open_vllm: Any, path: str, body: dict[str, Any], stream: bool
+) -> None:
+    changes = {b'"Oh"': b'"token_id:7"', b"-3.0": b"-Infinity", b"-2.0": b"NaN"}
+    server = await open_vllm(changing(changes))
+    service = await open_service(plugins=(MoreAlternatives(),))
+    await service.register(server.endpoint)
+    await service.rollout("r")
+    assert (await service.call("r", {**body, "stream": stream}, path)).status == 200
+    (recorded,) = await service.events("r")
+    (choice,) = recorded["choices"]
+    others = [[7, -0.2], ["A", -0.75], ["The", None], ["I", None]]
+    sampled = [[11, -0.5], ["token_id: 5", -0.25], ["!", -0.125], ["", -1.0]]
+    assert choice["extras"] == {"top_logprobs": [[pair, *others] for pair in sampled]}
+    assert choice["tokens"] == "complete"
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+@pytest.mark.parametrize(
+    ("path", "body", "one_tokens"),
+    [
+        ("chat/completions", chat(), b'"top_logprobs": [{"token": "!"'),
+        ("completions", COMPLETION, b'{"!": -0.125'),
+    ],
+)
+async def test_alternatives_that_do_not_go_with_the_tokens_are_not_recorded(
+    open_service: Any,
+    open_vllm: Any,
+    path: str,
+    body: dict[str, Any],
+    one_tokens: bytes,
+    stream: bool,
+) -> None:
+    other_shape = one_tokens.replace(b'"!"', b"7").replace(b"{7: -0.125", b'{"!": "?"')
+    server = await open_vllm(changing({one_tokens: other_shape}))
+    service = await open_service(plugins=(MoreAlternatives(),))
+    await service.register(server.endpoint)
+    await service.rollout("r")
+    assert (await service.call("r", {**body, "stream": stream}, path)).status == 200
+    (recorded,) = await service.events("r")
+    (choice,) = recorded["choices"]
+    assert (choice["tokens"], choice["extras"]) == ("complete", {})
+
+
+async def test_alternatives_of_an_echoed_prompt_are_not_recorded(
+    open_service: Any, open_vllm: Any
+) -> None:
+    async def echoing(exchange: Exchange) -> None:
+        whole = VllmAnswer(exchange.request.json()).whole()
+        (choice,) = whole["choices"]
+        logprobs = choice["logprobs"]
+        count = len(choice["prompt_token_ids"])
+        logprobs["tokens"][:0] = ["p"] * count
+        logprobs["token_logprobs"][:0] = [None, *[-9.0] * (count - 1)]
+        logprobs["top_logprobs"][:0] = [None, *[{"p": -9.0}] * (count - 1)]
+        exchange.whole_json(200, whole)
+
+    server = await open_vllm(echoing)
+    service = await open_service(plugins=(MoreAlternatives(),))
+    await service.register(server.endpoint)
+    await service.rollout("r")
+    await service.call("r", {**COMPLETION, "echo": True, "return_token_ids": True}, "completions")
+    (recorded,) = await service.events("r")
+    assert recorded["choices"][0]["extras"] == {"top_logprobs": ALL}
 
 
 def tops_of(*answers: Any) -> dict[int, list[list[str]]]:
