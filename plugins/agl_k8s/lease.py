@@ -65,12 +65,13 @@ class Leadership:
         self._seen_spec: dict[str, Any] | None = None
         self._seen_at = 0.0
         self._has_written = False
+        self._is_released = False
         self._renewing: asyncio.Task[None] | None = None
 
     @property
     def is_held(self) -> bool:
         """Whether to act now; ask before each step."""
-        return self._clock.monotonic() < self._held_until
+        return not self._is_released and self._clock.monotonic() < self._held_until
 
     async def acquire(self) -> None:
         """Wait until the lease is ours; it is renewed from then on, until lost or released.
@@ -80,6 +81,7 @@ class Leadership:
         """
         assert self._renewing is None or self._renewing.done(), "it is held already"
         self.lost.clear()
+        self._is_released = False
         waits_for: str | None = None
         while True:
             try:
@@ -101,11 +103,13 @@ class Leadership:
 
     async def release(self) -> None:
         """Give the lease up, so that another need not wait for its end; work must have stopped."""
-        self._held_until = float("-inf")
+        # A renewal that is answered just now must not make it held again.
+        self._is_released = True
         if self._renewing is not None:
             self._renewing.cancel()
             await asyncio.gather(self._renewing, return_exceptions=True)
             self._renewing = None
+        self._held_until = float("-inf")
         if not self._has_written:
             return
         try:

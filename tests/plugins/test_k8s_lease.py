@@ -22,6 +22,8 @@ from agl_k8s.api import KubeApi
 from agl_k8s.config import K8sConfig
 from agl_k8s.errors import KubeError, no_answer
 from agl_k8s.lease import Leadership
+from agl_k8s.testing.http import FakeApiServer
+from agl_k8s.testing.objects import ObjectStore
 
 SECONDS = 15.0
 
@@ -344,8 +346,32 @@ async def test_a_release_that_meets_a_late_renewal_is_tried_again(store, clock):
     assert store.holder == ""
 
 
-@pytest.mark.parametrize("seed", range(30))
+async def test_a_renewal_that_is_answered_during_the_release_does_not_revive_it(store, clock):
+    line = Line(store, clock)
+    first = claim(line, "first")
+    await first.acquire()
+    await settle()
+    answered: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    async def answer_late(resource: str, name: str, body: dict[str, Any]) -> dict[str, Any]:
+        line.replace = replace  # type: ignore[method-assign]
+        written = await replace(resource, name, body)
+        await answered
+        return written
+
+    replace, line.replace = line.replace, answer_late  # type: ignore[method-assign]
+    clock.advance(3)
+    await settle()
+    assert len(store.writes) == 2
+    answered.set_result(None)
+    await first.release()
+    assert store.holder == ""
+    assert not first.is_held
+
+
+@pytest.mark.parametrize("seed", range(20))
 async def test_two_are_never_leading_whatever_the_network_does(seed, store, clock):
+    random.seed(seed)  # of the pauses, too
     chance = random.Random(seed)
     lines = [Line(store, clock) for _ in range(3)]
     leading: dict[int, Leadership] = {}
@@ -523,3 +549,32 @@ async def test_what_no_waiting_mends_is_told_at_once(code, reason, message, stor
             await own.acquire()
         assert "plugins.k8s.lease = false" in caught.value.hint
         await own.release()
+
+
+async def test_the_lease_outlives_restarts_of_the_api_server(tmp_path):
+    cluster = ObjectStore(SystemClock())
+    async with (
+        FakeApiServer(cluster, SystemClock(), namespaces=("spot",)) as server,
+        connect(tmp_path, server.url) as api,
+        asyncio.timeout(40),
+    ):
+        first = Leadership(api, "lead", "first", seconds=6.0, clock=SystemClock())
+        second = Leadership(api, "lead", "second", seconds=6.0, clock=SystemClock())
+        await first.acquire()
+        waiting = asyncio.create_task(second.acquire())
+
+        def version() -> str:
+            return str(cluster.get("leases", "spot", "lead")["metadata"]["resourceVersion"])
+
+        for _ in range(2):
+            await server.restart()
+            before = version()
+            assert await poll(lambda: version() != before, SystemClock(), seconds=6.0)  # noqa: B023
+            assert first.is_held
+        assert not waiting.done()
+        await first.release()
+        await waiting
+        assert second.is_held
+        found = cluster.get("leases", "spot", "lead")["spec"]
+        assert (found["holderIdentity"], found["leaseTransitions"]) == ("second", 1)
+        await second.release()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import random
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -16,6 +17,8 @@ from agl_core.testing.servers import bind_loopback
 from agl_k8s.api import KubeApi
 from agl_k8s.config import K8sConfig
 from agl_k8s.reflector import Reflector
+from agl_k8s.testing.http import FakeApiServer
+from agl_k8s.testing.objects import ObjectStore
 
 
 class HastyClock(SystemClock):
@@ -171,7 +174,7 @@ class Seen:
 
 @asynccontextmanager
 async def reflecting(
-    cluster: Cluster, folder: Path, clock: Any = None, **options: Any
+    cluster: Cluster | FakeApiServer, folder: Path, clock: Any = None, **options: Any
 ) -> AsyncIterator[Seen]:
     path = folder / "kubeconfig"
     context = {"cluster": "c", "user": "u", "namespace": "spot"}
@@ -460,3 +463,66 @@ async def test_c71_watches_without_end_need_no_more_than_one_connection(cluster,
         await seen.until(lambda: cluster.requests.count("watch") >= 500, 15.0)
         assert len(cluster.requests) >= 990  # from the third on each comes with a list
     assert len(connections) <= 10
+
+
+def job(name: str) -> dict[str, Any]:
+    agent = {"name": "agent", "image": "busybox:stable"}
+    return {
+        "metadata": {"name": name, "labels": {"a": "b"}},
+        "spec": {"template": {"spec": {"restartPolicy": "Never", "containers": [agent]}}},
+    }
+
+
+@pytest.mark.parametrize("seed", range(4))
+async def test_the_copy_becomes_the_cluster_s_whatever_went_wrong(seed: int, tmp_path: Path):
+    chance = random.Random(seed)
+    clock = HastyClock()
+    store = ObjectStore(SystemClock())
+    async with FakeApiServer(store, SystemClock(), namespaces=("spot",)) as server:
+        for n in range(1200):  # three pages
+            store.create("jobs", "spot", job(f"j{n}"))
+        foreign = job("foreign") | {"metadata": {"name": "foreign", "labels": {"a": "other"}}}
+        store.create("jobs", "spot", foreign)
+        faults = server.faults
+        troubles: list[Callable[[], None]] = [
+            lambda: faults.cut_watches(after_events=2, count=2),
+            lambda: faults.close_watches(count=2),
+            lambda: faults.silence_watches(after_events=1, count=1),
+            lambda: faults.expire_watches(after_events=1, count=2),
+            lambda: faults.bad_gateway(count=3),
+            lambda: faults.busy(count=2),
+            lambda: faults.black_hole("watch=true", count=1),
+            store.compact,
+        ]
+        async with reflecting(server, tmp_path, clock, idle_seconds=0.2) as seen:
+            await seen.until(seen.reflector.synced.is_set)
+            assert len(seen.reflector.objects) == 1200
+
+            def change(item: dict[str, Any]) -> None:
+                item["status"] = {"word": str(chance.random())}
+
+            for turn in range(12):
+                chance.choice(troubles)()
+                for _ in range(5):
+                    store.update("jobs", "spot", f"j{chance.randrange(100, 1200)}", change)
+                store.delete("jobs", "spot", f"j{turn}", propagation="Background")
+                store.create("jobs", "spot", job(f"new-{turn}"))
+                if turn % 4 == 3:
+                    await server.restart()
+                await clock.sleep(0)
+            faults.clear()
+            store.create("jobs", "spot", job("last"))
+
+            def theirs() -> dict[str, str]:
+                items = store.list("jobs", "spot", labels="a=b")
+                return {i["metadata"]["uid"]: i["metadata"]["resourceVersion"] for i in items}
+
+            def ours() -> dict[str, str]:
+                items = seen.reflector.objects.items()
+                return {uid: item["metadata"]["resourceVersion"] for uid, item in items}
+
+            await seen.until(lambda: ours() == theirs(), 15.0)
+            told = [change for change in seen.changes if change[0] != "MODIFIED"]
+            assert len(told) == len(set(told))  # nothing came or went twice
+            assert sum(kind == "DELETED" for kind, _ in told) == 12
+            assert sum(kind == "ADDED" for kind, _ in told) == 1200 + 12 + 1
