@@ -104,7 +104,7 @@ def manifest_of(layer: JobLayer) -> dict[str, Any]:
     labels = dict(layer.labels)
     metadata: dict[str, Any] = {}
     template: dict[str, Any] = {}
-    if layer.queue_name is not None:
+    if layer.queue_name:
         # Created suspended; Kueue starts it when there is room.
         metadata["labels"] = {**labels, QUEUE_LABEL: layer.queue_name}
         job["spec"]["suspend"] = True

@@ -68,7 +68,7 @@ def build_job(config: K8sConfig, work: Work) -> dict[str, Any]:
     ours = _environment(work)
     job = _equip(job, ours)
     if rollout.config.input_delivery == "file":
-        job = _mount_input(job)
+        job = _mount_input(job, rollout.rollout_id)
     job = merge(job, kept)
     job["metadata"]["annotations"][SPEC_ANNOTATION] = _digest(job)
     check_job(job, config, ours)
@@ -228,7 +228,7 @@ def _equip(job: dict[str, Any], ours: list[dict[str, Any]]) -> dict[str, Any]:
     return job
 
 
-def _mount_input(job: dict[str, Any]) -> dict[str, Any]:
+def _mount_input(job: dict[str, Any], rollout_id: str) -> dict[str, Any]:
     mount = {"name": INPUT_VOLUME, "mountPath": INPUT_FOLDER, "readOnly": True}
     spec = job["spec"]["template"]["spec"]
     if any(volume["name"] == INPUT_VOLUME for volume in spec.get("volumes", ())):
@@ -245,7 +245,7 @@ def _mount_input(job: dict[str, Any]) -> dict[str, Any]:
                     )
             container["volumeMounts"] = [*container.get("volumeMounts", ()), mount]
     items = [{"key": INPUT_KEY, "path": INPUT_KEY}]
-    secret = {"secretName": job["metadata"]["name"], "items": items}
+    secret = {"secretName": job_name(rollout_id), "items": items}
     spec["volumes"] = [*spec.get("volumes", ()), {"name": INPUT_VOLUME, "secret": secret}]
     return job
 

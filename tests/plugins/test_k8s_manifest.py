@@ -6,6 +6,7 @@ The manifests themselves, names and merging are looked at in ``k8s/test_manifest
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +19,9 @@ from agl_core.errors import ConfigError, Invalid
 from agl_core.interfaces import Work
 from agl_core.records import Rollout, RolloutConfig
 from agl_k8s.config import JobLayer, K8sConfig
-from agl_k8s.manifest import build_job
+from agl_k8s.manifest import build_job, build_secret
 from agl_k8s.merge import merge
+from agl_k8s.names import job_name, rollout_id_of
 from agl_k8s.testing.kinds import kind_of
 from agl_k8s.testing.pod_env import expand
 from agl_k8s.testing.schema import read_object
@@ -152,6 +154,47 @@ def test_patch_that_repeats_what_is_ours_changes_nothing() -> None:
     assert build(RolloutConfig(job_patch=patch))["spec"] == build()["spec"]
 
 
+@pytest.mark.parametrize("delivery", ["env", "url", "file"])
+@pytest.mark.parametrize("patch", [{"metadata": None}, {"metadata": {"name": None}}])
+def test_name_cannot_be_taken_away_with_any_delivery(patch: dict[str, Any], delivery: Any) -> None:
+    with pytest.raises(Invalid, match=r"metadata\.name"):
+        build(RolloutConfig(job_patch=patch, input_delivery=delivery))
+
+
+@pytest.mark.parametrize("name", ["hostNetwork", "hostPID", "hostIPC"])
+def test_namespaces_of_the_host_are_refused_unless_allowed(name: str) -> None:
+    config = RolloutConfig(job_patch=pod_patch(**{name: True}))
+    with pytest.raises(Invalid, match=rf"spec\.template\.spec\.{name}") as refused:
+        build(config)
+    assert "allow_privileged" in (refused.value.hint or "")
+    allowed = build(config, settings=K8sConfig(job=PLAIN.job, allow_privileged=True))
+    assert pod_of(allowed)[name] is True
+
+
+@pytest.mark.parametrize(
+    ("patch", "path"),
+    [
+        ({"apiVersion": "batch/v2"}, "apiVersion"),
+        ({"spec": {"selector": {"matchLabels": {"a": "b"}}}}, r"spec\.selector"),
+        ({"spec": {"completionMode": "Indexed"}}, r"spec\.completionMode"),
+        (main_patch(restartPolicy="Never"), r"containers\[agent\]\.restartPolicy"),
+        (
+            main_patch(securityContext={"allowPrivilegeEscalation": True}),
+            r"securityContext\.allowPrivilegeEscalation",
+        ),
+    ],
+)
+def test_another_kind_of_job_is_refused(patch: dict[str, Any], path: str) -> None:
+    with pytest.raises(Invalid, match=path):
+        build(RolloutConfig(job_patch=patch))
+
+
+def test_queue_without_a_name_holds_no_job_back() -> None:
+    job = build(settings=K8sConfig(job=JobLayer(image="i", queue_name="")))
+    assert "suspend" not in job["spec"]
+    assert "kueue.x-k8s.io/queue-name" not in job["metadata"]["labels"]
+
+
 @pytest.mark.parametrize("name", ["OPENAI_BASE_URL", "AGL_TASK_INPUT_FILE"])
 @pytest.mark.parametrize("kind", ["containers", "initContainers"])
 def test_reserved_names_are_refused_in_any_container_and_with_any_delivery(
@@ -271,6 +314,67 @@ def test_volume_of_another_source_takes_the_first_ones_place() -> None:
     assert same["volumes"][0]["emptyDir"] == {"medium": "Memory", "sizeLimit": "1Gi"}
 
 
+def test_secret_is_not_changed_under_a_running_agent() -> None:
+    rollout = Rollout(rollout_id="demo")
+    work = Work(rollout=rollout, agent_url="http://agl:8080", token="t")
+    made = build()
+    made["metadata"]["uid"] = "u-1"
+    secret = build_secret(made, work)
+    assert secret["immutable"] is True
+    assert set(secret["data"]) == {"token"}
+
+
+@pytest.mark.parametrize(
+    ("name", "key"),
+    [
+        ("containers", "name"),
+        ("initContainers", "name"),
+        ("volumes", "name"),
+        ("env", "name"),
+        ("imagePullSecrets", "name"),
+        ("volumeMounts", "mountPath"),
+        ("ports", "containerPort"),
+    ],
+)
+def test_lists_are_merged_by_the_key_that_kubernetes_uses(name: str, key: str) -> None:
+    base = {name: [{key: "a", "x": 1}, {key: "b", "x": 2}]}
+    merged = merge(base, {name: [{key: "b", "x": 3}, {key: "c"}]})
+    assert merged == {name: [{key: "a", "x": 1}, {key: "b", "x": 3}, {key: "c"}]}
+
+
+def test_lists_without_a_key_are_replaced_and_not_shared_with_the_patch() -> None:
+    patch = {"tolerations": [{"key": "b"}]}
+    merged = merge({"tolerations": [{"key": "a"}]}, patch)
+    assert merged == {"tolerations": [{"key": "b"}]}
+    merged["tolerations"][0]["key"] = "changed"
+    assert patch == {"tolerations": [{"key": "b"}]}
+
+
+# --- names ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rollout_id", ["x" * 80 + "a", "x" * 80 + "B_/"])
+def test_c68_long_ids_have_names_that_pods_can_add_to(rollout_id: str) -> None:
+    name = build(rollout_id=rollout_id)["metadata"]["name"]
+    assert re.fullmatch(r"r-x{40}-[0-9a-f]{10}", name)
+    assert len(name) <= 57
+
+
+@pytest.mark.parametrize(
+    ("rollout_id", "name"),
+    [("Math/Run 7", "r-math-run-7-"), ("_a_", "r-a-"), ("x" * 39 + "-y", f"r-{'x' * 39}-")],
+)
+def test_names_can_be_read(rollout_id: str, name: str) -> None:
+    assert re.fullmatch(rf"{name}[0-9a-f]{{10}}", job_name(rollout_id))
+
+
+def test_jobs_of_others_are_none_of_ours_whatever_they_are_annotated_with() -> None:
+    job = build()
+    assert rollout_id_of(job) == "demo"
+    job["metadata"]["labels"]["app.kubernetes.io/managed-by"] = "helm"
+    assert rollout_id_of(job) is None
+
+
 # --- settings ------------------------------------------------------------------------------------
 
 
@@ -296,7 +400,7 @@ def test_job_table_is_read_from_toml_as_kubernetes_writes_it(tmp_path: Path) -> 
         [plugins]
         enabled = ["k8s"]
         [plugins.k8s]
-        fail_codes = [78, 3]
+        fail_codes = [78, 3, 78]
         [plugins.k8s.job]
         image = "registry.example/agent:1"
         command = ["python", "-m", "agent"]
