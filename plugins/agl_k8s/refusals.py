@@ -16,6 +16,25 @@ MAX_VARIABLE_BYTES = 65_536
 MAX_MANIFEST_BYTES = 1_000_000
 MAX_INPUT_BYTES = 1_000_000
 
+# What the "baseline" of Kubernetes' Pod Security Standards lets a container add.
+BASELINE_CAPABILITIES = frozenset(
+    {
+        "AUDIT_WRITE",
+        "CHOWN",
+        "DAC_OVERRIDE",
+        "FOWNER",
+        "FSETID",
+        "KILL",
+        "MKNOD",
+        "NET_BIND_SERVICE",
+        "SETFCAP",
+        "SETGID",
+        "SETPCAP",
+        "SETUID",
+        "SYS_CHROOT",
+    }
+)
+
 RESERVED = frozenset(
     {
         "AGL_ATTEMPT_ID",
@@ -210,6 +229,10 @@ def _check_privileges(pod: Mapping[str, Any]) -> None:
         for name in ("privileged", "allowPrivilegeEscalation"):
             if security.get(name):
                 raise _refused(f"{path}.securityContext.{name}", True, way_out)
+        added = (security.get("capabilities") or {}).get("add") or ()
+        risky = sorted(set(map(str, added)) - BASELINE_CAPABILITIES)
+        if risky:
+            raise _refused(f"{path}.securityContext.capabilities.add", risky, way_out)
 
 
 def _containers(pod: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:

@@ -206,6 +206,7 @@ def test_token_is_in_the_secret_alone_which_goes_with_the_job() -> None:
         (in_pod(containers=[{"name": "b"}]), "sidecars"),
         (in_main({"$patch": "delete"}), "must be named 'agent'"),
         (in_main({"securityContext": {"privileged": True}}), "privileged"),
+        (in_main({"securityContext": {"capabilities": {"add": ["SYS_ADMIN"]}}}), "SYS_ADMIN"),
         (in_main({"restartPolicyRules": []}), "restartPolicyRules"),
         (in_main({"env": [{"name": "OPENAI_BASE_URL", "value": "x"}]}), "OPENAI_BASE_URL"),
     ],
@@ -223,6 +224,12 @@ def test_privileges_can_be_allowed() -> None:
     config = K8sConfig(job=PLAIN.job, allow_privileged=True)
     job = build_job(config, work_of(RolloutConfig(job_patch=patch)))
     assert job["spec"]["template"]["spec"]["hostNetwork"] is True
+
+
+def test_harmless_capabilities_can_be_added_without_asking() -> None:
+    patch = in_main({"securityContext": {"capabilities": {"add": ["NET_BIND_SERVICE"]}}})
+    security = main_of(build_job(PLAIN, work_of(RolloutConfig(job_patch=patch))))["securityContext"]
+    assert security["capabilities"] == {"drop": ["ALL"], "add": ["NET_BIND_SERVICE"]}
 
 
 @pytest.mark.parametrize(
