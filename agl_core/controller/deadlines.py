@@ -10,10 +10,11 @@ from attrs import frozen
 
 from agl_core.clock import Clock
 from agl_core.controller.service import ControllerClient
-from agl_core.controller.waiting import backoff, first_of
+from agl_core.controller.waiting import first_of
 from agl_core.controller.workers import complain
 from agl_core.interfaces import Runner, RunReport
 from agl_core.records import Attempt
+from agl_core.work_list import backoff
 
 log = logging.getLogger(__name__)
 

@@ -23,12 +23,13 @@ from agl_core.controller.deadlines import Deadlines
 from agl_core.controller.evidence import Evidence
 from agl_core.controller.launch_queue import LaunchQueue
 from agl_core.controller.service import ControllerClient
-from agl_core.controller.waiting import backoff, first_of
+from agl_core.controller.waiting import first_of
 from agl_core.controller.workers import Workers, complain
 from agl_core.errors import ApiError, Invalid, TakenOver, Unavailable
 from agl_core.interfaces import Runner, RunReport, Work
 from agl_core.records import Attempt, Rollout, RolloutError, Status, Tombstone
 from agl_core.settings import ControllerSettings
+from agl_core.work_list import backoff
 
 log = logging.getLogger(__name__)
 

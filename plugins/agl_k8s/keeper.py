@@ -163,8 +163,12 @@ class Keeper:
         for uid in run.given_up - run.gone:
             # Without its Job a pod can be taken away though no node answers for it.
             await self._delete_pod(run, uid, by_force=True)
-        for kept in (self._tokens, self._secrets, self._podless_since):
-            kept.pop(run.uid, None)
+
+    def forget(self, run: Run) -> None:
+        """Nothing is kept of a run that is released."""
+        self._tokens.pop(run.uid, None)
+        self._secrets.pop(run.uid, None)
+        self._podless_since.pop(run.uid, None)
 
     async def _delete(self, run: Run, propagation: Literal["Background", "Foreground"]) -> None:
         try:

@@ -22,6 +22,7 @@ from agl_core.clock import Clock
 from agl_core.errors import Unavailable
 from agl_core.interfaces import RunReport, Work
 from agl_core.reports import LatestReports
+from agl_core.work_list import WorkList
 from agl_k8s.api import KubeApi
 from agl_k8s.config import K8sConfig
 from agl_k8s.creation import Creation
@@ -31,7 +32,6 @@ from agl_k8s.manifest import build_job
 from agl_k8s.names import job_name, rollout_id_of, selector
 from agl_k8s.reflector import Reflector
 from agl_k8s.run import Run, StopReason
-from agl_k8s.work_list import WorkList
 
 log = logging.getLogger(__name__)
 
@@ -138,7 +138,7 @@ class K8sRunner:
             job = await connection.creation.create(manifest)
             run = self._runs.get(rollout_id) or self._add(rollout_id, job)
         await connection.keeper.give_secret(run, work)
-        self._work.add(run.uid)
+        self._work.look_at(run.uid)
 
     async def stop(self, rollout_id: str, reason: StopReason) -> None:
         """End what runs of a rollout."""
@@ -150,7 +150,7 @@ class K8sRunner:
             run.is_cancelled = True
         else:
             run.timed_out.update(run.open_pods()[-1:])
-        self._work.add(run.uid)
+        self._work.look_at(run.uid)
 
     async def release(self, rollout_id: str) -> None:
         """Delete the Job of a rollout whose end is stored."""
@@ -198,17 +198,17 @@ class K8sRunner:
             if known is not None:
                 # A name is free only when its Job is gone, so that went unseen.
                 known.is_job_gone = True
-                self._work.add(known.uid)
+                self._work.look_at(known.uid)
                 return
             run = self._add(rollout_id, job)
         run.take_job(job, is_gone=is_gone)
-        self._work.add(run.uid)
+        self._work.look_at(run.uid)
 
     def _pod_changed(self, kind: ChangeType, pod: dict[str, Any]) -> None:
         run = self._run_of(pod)
         if run is not None:
             run.take_pod(pod, is_gone=kind == "DELETED")
-            self._work.add(run.uid)
+            self._work.look_at(run.uid)
 
     def _run_of(self, pod: dict[str, Any]) -> Run | None:
         # A pod counts by its owner: labels may be anybody's.
@@ -228,9 +228,10 @@ class K8sRunner:
     def _forget(self, run: Run) -> None:
         """The controller is done with it; its Job may still be on its way out."""
         run.is_released = True
+        self._connected().keeper.forget(run)
         del self._runs[run.rollout_id]
         self._reports.forget(run.rollout_id)
-        self._work.add(run.uid)
+        self._work.look_at(run.uid)
         for job in self._connected().jobs.objects.values():
             if rollout_id_of(job) == run.rollout_id and job["metadata"]["uid"] not in self._by_uid:
                 self._job_changed("ADDED", job)
@@ -263,7 +264,7 @@ class K8sRunner:
             await self._clock.sleep(TICK_SECONDS)
             for run in self._by_uid.values():
                 if run.is_waiting or self._is_unseen(run):
-                    self._work.add(run.uid)
+                    self._work.look_at(run.uid)
 
     # ---------------------------------------------------------------------------------------------
 

@@ -84,11 +84,15 @@ async def test_c72_jobs_are_bounded_and_cost_three_calls_each(
     assert set(seen.made.values()) == {1}
     assert seen.most <= ACTIVE
     changes = [r for r in fake.requests if r.method != "GET" and "/leases" not in r.path]
-    # A busy machine lets a call run out of time now and then, and a scripted pod may be over before
-    # its Secret is there; test_faults.py counts exactly.
-    assert 2.9 * ROLLOUTS < len(changes) < 3.2 * ROLLOUTS
+    counts = Counter(
+        (r.method, r.path.split("/")[-1 if r.method == "POST" else -2]) for r in changes
+    )
+    # A scripted pod does not wait for its Secret, so its Job may be over before that is made.
+    secrets = counts.pop(("POST", "secrets"))
+    assert counts == {("POST", "jobs"): ROLLOUTS, ("DELETE", "jobs"): ROLLOUTS}
+    assert 0.9 * ROLLOUTS <= secrets <= ROLLOUTS
     reads = [r for r in fake.requests if r.method == "GET" and "/leases" not in r.path]
-    assert len(reads) < ROLLOUTS / 5, reads
+    assert len(reads) < 20, reads
     # Once places are full it holds as much as it ever will, whatever else waits in the service.
     early = max(size for made, size in sizes if made <= ROLLOUTS * 0.4)
-    assert sizes[-1][1] - early < 32 * 2**20, [size // 2**20 for _, size in sizes]
+    assert sizes[-1][1] - early < 16 * 2**20, [size // 2**20 for _, size in sizes]
