@@ -229,7 +229,14 @@ def _check_privileges(pod: Mapping[str, Any]) -> None:
         for name in ("privileged", "allowPrivilegeEscalation"):
             if security.get(name):
                 raise _refused(f"{path}.securityContext.{name}", True, way_out)
-        added = (security.get("capabilities") or {}).get("add") or ()
+        capabilities = security.get("capabilities") or {}
+        if not isinstance(capabilities, Mapping):
+            here = f"{path}.securityContext.capabilities"
+            raise _refused(here, capabilities, "make it an object")
+        added = capabilities.get("add") or ()
+        if not isinstance(added, list | tuple):
+            here = f"{path}.securityContext.capabilities.add"
+            raise _refused(here, added, "make it a list of names")
         risky = sorted(set(map(str, added)) - BASELINE_CAPABILITIES)
         if risky:
             raise _refused(f"{path}.securityContext.capabilities.add", risky, way_out)

@@ -207,6 +207,8 @@ def test_token_is_in_the_secret_alone_which_goes_with_the_job() -> None:
         (in_main({"$patch": "delete"}), "must be named 'agent'"),
         (in_main({"securityContext": {"privileged": True}}), "privileged"),
         (in_main({"securityContext": {"capabilities": {"add": ["SYS_ADMIN"]}}}), "SYS_ADMIN"),
+        (in_main({"securityContext": {"capabilities": True}}), "capabilities to True"),
+        (in_main({"securityContext": {"capabilities": {"add": 5}}}), r"capabilities\.add to 5"),
         (in_main({"restartPolicyRules": []}), "restartPolicyRules"),
         (in_main({"env": [{"name": "OPENAI_BASE_URL", "value": "x"}]}), "OPENAI_BASE_URL"),
     ],
