@@ -275,6 +275,18 @@ def test_later_delete_of_pod_shortens_but_never_lengthens_its_grace(store: Objec
     assert graces == [20, 20, 5]
 
 
+def test_grace_counts_from_the_first_delete() -> None:
+    clock = FakeClock(1_750_000_000.0)
+    store = ObjectStore(clock)
+    store.create("pods", "default", pod(terminationGracePeriodSeconds=10))
+    store.delete("pods", "default", "p-1")
+    clock.advance(7.0)
+    # As the kubelet's last delete: when the end was asked for stays readable.
+    hurried = store.delete("pods", "default", "p-1", grace_seconds=0)["metadata"]
+    assert hurried["deletionTimestamp"] == "2025-06-15T15:06:40Z"
+    assert hurried["deletionGracePeriodSeconds"] == 0
+
+
 @pytest.mark.parametrize(
     ("spec", "phase"), [({"nodeName": None}, "Pending"), ({}, "Succeeded"), ({}, "Failed")]
 )

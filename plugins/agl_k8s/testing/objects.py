@@ -26,7 +26,7 @@ from agl_k8s.testing.metadata import (
     owners_of,
 )
 from agl_k8s.testing.selectors import FieldSelector, LabelSelector
-from agl_k8s.times import text_of
+from agl_k8s.times import seconds_of, text_of
 
 __all__ = ["ApiStatus", "Change", "ChangeType", "Key", "ObjectStore", "Propagation", "copied"]
 
@@ -253,7 +253,11 @@ class ObjectStore:
         grace = grace_of(resource, old, grace_seconds)
         known = metadata.get("deletionGracePeriodSeconds")
         if known is None or grace < known:  # a later delete may only hurry
-            metadata["deletionTimestamp"] = text_of(self._clock.now() + grace)
+            # Its grace, too, counts from the first request.
+            asked = (
+                seconds_of(metadata["deletionTimestamp"]) - known if known else self._clock.now()
+            )
+            metadata["deletionTimestamp"] = text_of(asked + grace)
             metadata["deletionGracePeriodSeconds"] = grace
         if resource == "namespaces":
             new.setdefault("status", {})["phase"] = "Terminating"
