@@ -13,20 +13,19 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import attrs
 
 from agl_core.clock import Clock
 from agl_core.controller.deadlines import Deadlines
 from agl_core.controller.evidence import Evidence
-from agl_core.controller.launch_queue import LaunchQueue
 from agl_core.controller.service import ControllerClient
+from agl_core.controller.starts import Starts
 from agl_core.controller.waiting import first_of
 from agl_core.controller.workers import Workers, complain
-from agl_core.errors import ApiError, Invalid, TakenOver, Unavailable
-from agl_core.interfaces import Runner, RunReport, Work
+from agl_core.errors import ApiError, TakenOver
+from agl_core.interfaces import Runner, RunReport
 from agl_core.records import Attempt, Rollout, RolloutError, Status, Tombstone
 from agl_core.settings import ControllerSettings
 from agl_core.work_list import backoff
@@ -58,18 +57,20 @@ class Controller:
         self._settings = settings
         self._clock = clock
         self._reports: dict[str, RunReport] = {}
-        self._queue = LaunchQueue()
-        self._starting: set[str] = set()
-        self._start_faults: dict[str, int] = {}
         self._workers = Workers(self._reconcile, clock)
+        self._starts = Starts(
+            client,
+            runner,
+            settings,
+            clock,
+            look_at=self._workers.look_at,
+            count_running=self._count_running,
+        )
         self._deadlines = Deadlines(client, runner, clock)
         self._evidence = Evidence(client)
-        self._put_off_ids: set[str] = set()
-        self._unconfirmed: set[str] = set()
-        self._requeues: set[asyncio.Task[None]] = set()
+        self._adopted: set[str] = set()
         self._runner_listed = asyncio.Event()
         self._store_listed = asyncio.Event()
-        self._places = asyncio.Event()
         self._reported = asyncio.Event()
         self._is_leaving = False
 
@@ -87,7 +88,7 @@ class Controller:
                 self._follow_runner(),
                 self._follow_store(),
                 self._resync(),
-                self._fill_places(),
+                self._start_what_waits(),
                 self._deadlines.enforce(self._reports),
             )
         ]
@@ -101,10 +102,11 @@ class Controller:
                 losing.result()
                 raise TakenOver("another controller has taken over, or may do so at any moment")
         finally:
-            tasks = [stopping, losing, *loops, *self._requeues]
+            tasks = [stopping, losing, *loops]
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
+            await self._starts.close()
             await self._workers.close()
         for task in loops:
             if not task.cancelled() and (error := task.exception()) is not None:
@@ -136,7 +138,7 @@ class Controller:
                     # Another life of the store: what it does not know any more is ended.
                     cursor, is_first, faults = None, True, 1
                     self._workers.recover()
-                    self._workers.look_at(*self._reports, *self._starting)
+                    self._workers.look_at(*self._reports, *self._starts.ids)
                 await self._clock.sleep(backoff(min(faults, FOLLOW_FAULTS)))
                 continue
             if faults:
@@ -148,13 +150,11 @@ class Controller:
 
     def _take_change(self, item: Rollout | Tombstone) -> None:
         rollout_id = item.rollout_id
-        is_ours = rollout_id in self._reports or rollout_id in self._starting
+        is_ours = rollout_id in self._reports or rollout_id in self._starts
         if isinstance(item, Rollout) and item.status == "queuing" and not is_ours:
-            if rollout_id not in self._put_off_ids:
-                self._queue.add(item)
-                self._places.set()
+            self._starts.offer(item)
             return
-        self._queue.discard(rollout_id)
+        self._starts.withdraw(rollout_id)
         if is_ours or (isinstance(item, Rollout) and _was_started_by_a_runner(item)):
             self._workers.look_at(rollout_id)
 
@@ -167,8 +167,7 @@ class Controller:
                 reports = await self._runner.list()
                 if not self._runner_listed.is_set():
                     self._deadlines.adopt(a.attempt_id for r in reports for a in r.attempts)
-                    # A controller that was killed while it started them may have left them halfway.
-                    self._unconfirmed = {r.rollout_id for r in reports if not r.attempts}
+                    self._adopted = {report.rollout_id for report in reports}
                 self._take_list(reports)
                 self._runner_listed.set()
                 async for report in watch:
@@ -182,11 +181,8 @@ class Controller:
     def _take_report(self, report: RunReport) -> None:
         rollout_id = report.rollout_id
         self._reports[rollout_id] = report
-        self._starting.discard(rollout_id)
-        self._start_faults.pop(rollout_id, None)
-        self._queue.discard(rollout_id)
+        self._starts.settle(rollout_id)
         self._workers.look_at(rollout_id)
-        self._places.set()
         self._reported.set()
 
     def _take_list(self, reports: Sequence[RunReport]) -> None:
@@ -204,10 +200,9 @@ class Controller:
             await self._clock.sleep(self._settings.resync_seconds)
             try:
                 # Those that were accepted before the list and are not in it did not start.
-                accepted = {i for i in self._starting if i not in self._workers}
+                accepted = {i for i in self._starts.ids if i not in self._workers}
                 self._take_list(await self._runner.list())
-                self._starting -= accepted
-                self._places.set()
+                self._starts.free_place(*accepted)
                 await self._list_store()
             except Exception as exc:
                 complain("the comparison of everything failed", exc)
@@ -221,6 +216,10 @@ class Controller:
             if len(page.items) < PAGE_SIZE:
                 return
             cursor = page.cursor
+
+    async def _start_what_waits(self) -> None:
+        await self._store_listed.wait()
+        await self._starts.fill_places()
 
     # --- the steps of one rollout ------------------------------------------------------------
 
@@ -240,8 +239,8 @@ class Controller:
             await self._report_end(rollout, report)
         elif report is not None:
             await self._report_progress(rollout, report)
-        elif rollout_id in self._starting:
-            await self._start(rollout)
+        elif rollout_id in self._starts:
+            await self._starts.start(rollout)
         elif rollout.status == "queuing":
             self._take_change(rollout)
         else:
@@ -249,7 +248,7 @@ class Controller:
 
     async def _let_go(self, rollout_id: str) -> None:
         """The service is done with a rollout: so is the runner."""
-        self._queue.discard(rollout_id)
+        self._starts.withdraw(rollout_id)
         report = self._reports.get(rollout_id)
         if report is not None and not report.is_finished:
             await self._runner.stop(rollout_id, "cancelled")
@@ -276,12 +275,12 @@ class Controller:
     async def _report_progress(self, rollout: Rollout, report: RunReport) -> None:
         if rollout.cancel_requested or self._is_leaving:
             await self._runner.stop(rollout.rollout_id, "cancelled")
+        if rollout.rollout_id in self._adopted:
+            if _may_be_incomplete(rollout, report):
+                await self._starts.remind(rollout)
+            self._adopted.discard(rollout.rollout_id)
         if not report.attempts:
-            # It waits for a place in the cluster: no attempt has begun.
-            if rollout.rollout_id in self._unconfirmed:
-                await self._runner.start(await self._make_work(rollout))
-                self._unconfirmed.discard(rollout.rollout_id)
-            return
+            return  # it waits for a place in the cluster: no attempt has begun
         rollout = await self._report_attempts(rollout, report)
         await self._evidence.keep(report)
         limit = rollout.config.timeout_seconds or self._settings.timeout_seconds
@@ -317,105 +316,20 @@ class Controller:
 
     def _forget(self, rollout_id: str) -> None:
         self._reports.pop(rollout_id, None)
-        self._starting.discard(rollout_id)
-        self._start_faults.pop(rollout_id, None)
+        self._adopted.discard(rollout_id)
         self._evidence.forget(rollout_id)
         self._deadlines.forget(rollout_id)
-        self._places.set()
+        self._starts.settle(rollout_id)
 
-    # --- starting ----------------------------------------------------------------------------
-
-    async def _fill_places(self) -> None:
-        """Give free places to those that wait, once all of them are known."""
-        await self._store_listed.wait()
-        while True:
-            await self._places.wait()
-            self._places.clear()
-            while self._has_place():
-                await self._runner.until_ready()
-                rollout_id = self._queue.pop() if self._has_place() else None
-                if rollout_id is None:
-                    break
-                self._starting.add(rollout_id)
-                self._workers.look_at(rollout_id)
-
-    def _has_place(self) -> bool:
-        is_free = self._count_active() < self._runner.max_active
-        return is_free and len(self._queue) > 0 and not self._is_leaving
-
-    def _count_active(self) -> int:
-        running = sum(1 for report in self._reports.values() if not report.is_finished)
-        return running + len(self._starting)
-
-    async def _start(self, rollout: Rollout) -> None:
-        """Start first; the PATCH follows from the runner's report."""
-        rollout_id = rollout.rollout_id
-        if self._is_leaving or rollout.status != "queuing":
-            # The agent was faster than the report, or a user has begun to run it.
-            self._free_place(rollout_id)
-            return
-        try:
-            await self._runner.start(await self._make_work(rollout))
-        except Unavailable as exc:
-            complain("the runner cannot take a rollout now", exc, rollout_id)
-            self._put_off(rollout_id, exc.retry_after_seconds)
-        except Invalid as exc:
-            error = RolloutError(code="config", message=str(exc))
-            await self._client.patch(rollout_id, status="failed", error=error)
-            self._free_place(rollout_id)
-        except ApiError:
-            raise
-        except Exception as exc:
-            complain("a rollout could not be started", exc, rollout_id)
-            self._put_off(rollout_id, 0.0)
-
-    async def _make_work(self, rollout: Rollout) -> Work:
-        return Work(
-            rollout=rollout,
-            agent_url=(self._settings.agent_url or self._settings.url).rstrip("/"),
-            token=(await self._client.mint_token(rollout.rollout_id)).token,
-            job_defaults=await self._read_job_defaults(rollout),
-        )
-
-    def _free_place(self, rollout_id: str) -> None:
-        self._starting.discard(rollout_id)
-        self._places.set()
-
-    def _put_off(self, rollout_id: str, seconds: float) -> None:
-        """Try again later, each time later, so that the others get their turn."""
-        faults = self._start_faults[rollout_id] = self._start_faults.get(rollout_id, 0) + 1
-        self._free_place(rollout_id)
-
-        async def later() -> None:
-            await self._clock.sleep(max(seconds, backoff(faults)))
-            self._put_off_ids.discard(rollout_id)
-            self._workers.look_at(rollout_id)
-
-        self._put_off_ids.add(rollout_id)
-        task = asyncio.create_task(later())
-        self._requeues.add(task)
-        task.add_done_callback(self._requeues.discard)
-
-    async def _read_job_defaults(self, rollout: Rollout) -> Mapping[str, Any]:
-        name = rollout.resources_id
-        if name is None:
-            return {}
-        try:
-            bundle = await self._client.resources(name)
-        except ApiError as exc:
-            if exc.status != 404:
-                raise
-            raise Invalid(f"resources {name!r} do not exist") from exc
-        defaults = bundle.data.get("job_defaults", {})
-        if not isinstance(defaults, Mapping):
-            raise Invalid(f"'job_defaults' of resources {name!r} is no object")
-        return defaults
+    def _count_running(self) -> int:
+        return sum(1 for report in self._reports.values() if not report.is_finished)
 
     # --- the end -----------------------------------------------------------------------------
 
     async def _stop_agents(self) -> None:
         """End what runs, however long that takes, and report it as far as the service is there."""
         self._is_leaving = True
+        self._starts.leave()
         for report in await self._runner.list():
             await self._runner.stop(report.rollout_id, "cancelled")
         while any(not report.is_finished for report in self._reports.values()):
@@ -438,6 +352,17 @@ def _was_started_by_a_runner(rollout: Rollout) -> bool:
     if rollout.status != "running" or not rollout.attempts:
         return False
     return rollout.attempts[-1].node is not None
+
+
+def _may_be_incomplete(rollout: Rollout, report: RunReport) -> bool:
+    """Whether a runner that was found at work may not have all that it needs to go on.
+
+    A controller that was killed while it started a rollout may have left it halfway; attempts that
+    the runner has lost sight of must go on to count.
+    """
+    known = {attempt.attempt_id for attempt in report.attempts}
+    told = {a.attempt_id for a in rollout.attempts if a.node is not None}
+    return not report.attempts or not told <= known
 
 
 def _news(rollout: Rollout, report: RunReport) -> tuple[Attempt, ...]:
