@@ -374,7 +374,8 @@ class Runner(AbstractAsyncContextManager["Runner"], Protocol):
     async def start(self, work: Work) -> None:
         """Run a rollout; idempotent by its id, also across restarts of the controller.
 
-        For one that runs already, only the token is renewed.
+        For one that runs already, only the token is renewed; attempts that the rollout's record
+        has and the runner does not know any more still count as made.
 
         Raises:
             Invalid: It can never run as it is asked for.

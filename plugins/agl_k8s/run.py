@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any, Literal
 
+import attrs
 from attrs import define, field
 
 from agl_core.interfaces import RunReport
@@ -32,6 +34,8 @@ class Run:
     """By uid, in the order of their creation."""
     gone: set[str] = field(factory=set)
     """Pods whose objects were deleted; ``pods`` has their last state."""
+    earlier: tuple[Attempt, ...] = ()
+    """Attempts that only the record tells of: their pods were gone before we looked."""
     endings: dict[str, Ending] = field(factory=dict)
     evidence: dict[str, tuple[EventDraft, ...]] = field(factory=dict)
     given_up: set[str] = field(factory=set)
@@ -105,7 +109,7 @@ class Run:
         )
 
     def _attempts(self) -> list[Attempt]:
-        attempts = []
+        attempts = list(self.earlier)
         for uid, pod in self.pods.items():
             ending = self.endings.get(uid)
             begun = attempt_of(pod)
@@ -142,6 +146,21 @@ class Run:
         if is_new:
             by_age = sorted(self.pods.items(), key=lambda item: seconds_of_creation(item[1]))
             self.pods = dict(by_age)
+
+    def recall(self, attempts: Iterable[Attempt], now: float) -> None:
+        """What the record of the rollout knows; a pod that left before its end was seen is lost.
+
+        Attempts that no runner has reported are the gateway's guesses and tell nothing.
+        """
+        verdict = judge_job(self.job)
+        is_complete = verdict is not None and verdict.outcome == "complete"
+        self.earlier = tuple(
+            attempt
+            if attempt.is_ended or is_complete
+            else attrs.evolve(attempt, phase="failed", reason="infra", finished_at=now)
+            for attempt in attempts
+            if attempt.node is not None and attempt.attempt_id not in self.pods
+        )
 
     # --- what follows ----------------------------------------------------------------------------
 
@@ -186,7 +205,8 @@ class Run:
             # Another try would meet the same, so the Job's own retries are not waited for.
             self.fail("config", last.message)
             return
-        lost = sum(1 for ending in ended if ending.reason == "infra")
+        reasons = [attempt.reason for attempt in self.earlier] + [end.reason for end in ended]
+        lost = reasons.count("infra")
         if last is not None and lost > config.infra_retries:
             self.fail("infra", f"{lost} attempts were lost, the last one because {last.message}")
         elif last is not None and self.given_up:

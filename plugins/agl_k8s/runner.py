@@ -1,7 +1,8 @@
 """Kubernetes Jobs as rollouts: what the controller asks for, and what the cluster shows.
 
-Two watches keep a copy of our Jobs and their pods; every report is computed from it. Nothing else
-is remembered, so a controller that is started anew goes on where the last one was killed.
+Two watches keep a copy of our Jobs and their pods; every report is computed from it, and from what
+the rollout's record tells of pods that are gone. Nothing else is remembered, so a controller that
+is started anew goes on where the last one was killed.
 """
 
 from __future__ import annotations
@@ -137,6 +138,7 @@ class K8sRunner:
                 raise Unavailable(f"{active} rollouts are active, as many as max_active allows")
             job = await connection.creation.create(manifest)
             run = self._runs.get(rollout_id) or self._add(rollout_id, job)
+        run.recall(work.rollout.attempts, self._clock.now())
         await connection.keeper.give_secret(run, work)
         self._work.look_at(run.uid)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
+import attrs
 import pytest
 
 from agl_core.clock import SystemClock
@@ -22,6 +23,12 @@ SLEEP = ["sh", "-c", "trap 'exit 143' TERM; echo started; sleep 600 & wait"]
 async def until_gone(cluster: ClusterUnderTest) -> None:
     async with asyncio.timeout(LIMIT_SECONDS):
         while await cluster.jobs() or await cluster.pods():
+            await CLOCK.sleep(0.1)
+
+
+async def until_only_one_pod(cluster: ClusterUnderTest) -> None:
+    async with asyncio.timeout(LIMIT_SECONDS):
+        while len(await cluster.pods()) != 1:
             await CLOCK.sleep(0.1)
 
 
@@ -147,6 +154,33 @@ async def test_infrastructure_is_retried_as_often_as_is_set_and_no_more(
         assert report.error is not None
         assert report.error.code == "infra"
         assert [a.reason for a in report.attempts] == ["infra"]
+        await runner.release("r-1")
+        await until_gone(cluster)
+
+
+async def test_attempts_that_were_lost_count_after_a_restart(cluster: ClusterUnderTest) -> None:
+    def has_second(report: RunReport) -> bool:
+        return len(report.attempts) == 2 and is_running(report)
+
+    work = work_of("r-1", SLEEP)
+    async with cluster.runner(infra_retries=1) as runner:
+        await runner.start(work)
+        await report_when(runner, "r-1", is_running)
+        (pod,) = await cluster.pods()
+        await cluster.evict(pod)
+        before = await report_when(runner, "r-1", has_second)
+        await until_only_one_pod(cluster)
+    record = attrs.evolve(work.rollout, status="running", attempts=before.attempts)
+    async with cluster.runner(infra_retries=1) as runner:
+        assert len((await report_when(runner, "r-1", is_running)).attempts) == 1
+        await runner.start(attrs.evolve(work, rollout=record))
+        assert (await report_when(runner, "r-1", has_second)).attempts == before.attempts
+        (pod,) = await cluster.pods()
+        await cluster.evict(pod)
+        report = await finished(runner, "r-1")
+        assert report.error is not None
+        assert "2 attempts were lost" in report.error.message
+        assert [a.reason for a in report.attempts] == ["infra", "infra"]
         await runner.release("r-1")
         await until_gone(cluster)
 
