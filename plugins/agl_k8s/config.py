@@ -68,6 +68,10 @@ class K8sConfig:
     """How long a pod may wait for a node; a Job that Kueue holds back is not counted."""
     start_grace_seconds: float = field(default=60.0, validator=gt(0))
     """How long an image pull, a missing secret or a refused pod may go on."""
+    image_failures: int = field(default=3, validator=ge(0))
+    """How many pods in a row may lack an image before rollouts with it fail at once; 0: any."""
+    image_retry_seconds: float = field(default=300.0, validator=gt(0))
+    """How long until one more rollout tries such an image."""
     node_lost_seconds: float = field(default=300.0, validator=gt(0))
     """How long a node may leave a pod Terminating beyond its grace."""
     stop_grace_seconds: int = field(default=10, validator=ge(0))

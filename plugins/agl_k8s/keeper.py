@@ -11,10 +11,11 @@ from agl_k8s.api import KubeApi
 from agl_k8s.config import K8sConfig
 from agl_k8s.errors import KubeError, kind_of
 from agl_k8s.evidence import collect
+from agl_k8s.images import Images
 from agl_k8s.manifest import build_secret
 from agl_k8s.run import Run
 from agl_k8s.times import seconds_of
-from agl_k8s.verdict import why_no_pod
+from agl_k8s.verdict import attempt_of, why_no_pod
 
 log = logging.getLogger(__name__)
 
@@ -27,8 +28,9 @@ EVENTS_SECONDS = 10.0
 class Keeper:
     """Takes the next step of a run, whatever was done before; each step may be taken twice."""
 
-    def __init__(self, api: KubeApi, config: K8sConfig, clock: Clock) -> None:
+    def __init__(self, api: KubeApi, config: K8sConfig, images: Images, clock: Clock) -> None:
         self._api = api
+        self._images = images
         self._config = config
         self._clock = clock
         self._tokens: dict[str, list[str]] = {}
@@ -92,7 +94,11 @@ class Keeper:
         for uid in run.open_pods():
             ending = run.judge(uid, self._config, now)
             if ending is None:
+                if attempt_of(run.pods[uid]) is not None:
+                    self._images.pulled(run.pods[uid])
                 continue
+            if ending.missing_image is not None:
+                self._images.failed(ending.missing_image, ending.message)
             if ending.phase == "failed":
                 # Before the end is known to anybody: afterwards the pod may be deleted.
                 await self._collect(run, uid)

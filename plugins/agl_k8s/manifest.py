@@ -37,6 +37,7 @@ from agl_k8s.refusals import (
     check_job,
     check_kept,
     check_layer,
+    check_marks,
     check_shape,
 )
 
@@ -65,6 +66,7 @@ def build_job(config: K8sConfig, work: Work) -> dict[str, Any]:
     check_shape(job)
     kept = _ours(config, rollout)
     check_kept(job, kept)
+    check_marks(job, kept)
     ours = _environment(work)
     job = _equip(job, ours)
     if rollout.config.input_delivery == "file":

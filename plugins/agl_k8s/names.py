@@ -9,6 +9,7 @@ from typing import Any
 
 MANAGED_BY_LABEL = "app.kubernetes.io/managed-by"
 MANAGED_BY = "agl-lite"
+OWN_PREFIX = "agl-lite/"
 INSTANCE_LABEL = "agl-lite/instance"
 ROLLOUT_LABEL = "agl-lite/rollout-id"
 ROLLOUT_ANNOTATION = "agl-lite/rollout-id"
@@ -16,7 +17,7 @@ TIMEOUT_ANNOTATION = "agl-lite/timeout-seconds"
 SPEC_ANNOTATION = "agl-lite/spec-hash"
 
 SLUG_LENGTH = 40
-HASH_LENGTH = 10
+HASH_LENGTH = 14
 LABEL_LENGTH = 63
 
 _NOT_IN_NAMES = re.compile(r"[^a-z0-9]+")

@@ -116,6 +116,14 @@ class PodView:
         inits = self.spec.get("initContainers") or ()
         return any(c.get("name") == name and c.get("restartPolicy") == "Always" for c in inits)
 
+    def image_of(self, name: str) -> str | None:
+        """What a container is to run."""
+        containers = [
+            *(self.spec.get("initContainers") or ()),
+            *(self.spec.get("containers") or ()),
+        ]
+        return next((c.get("image") for c in containers if c.get("name") == name), None)
+
     def failed_init(self) -> tuple[str, Mapping[str, Any]] | None:
         """The name and end of the init container that kept the agent from starting."""
         for status in self._statuses("initContainerStatuses"):

@@ -9,7 +9,7 @@ from agl_core.errors import Invalid
 from agl_core.wire import to_json
 from agl_k8s.config import JobLayer, K8sConfig
 from agl_k8s.layers import MAIN
-from agl_k8s.names import job_name, rollout_id_of
+from agl_k8s.names import OWN_PREFIX, job_name, rollout_id_of
 
 # Linux takes 128 KiB in one variable; what is larger ends the container as if by its own fault.
 MAX_VARIABLE_BYTES = 65_536
@@ -64,6 +64,8 @@ _OBJECTS = (
     "spec.template.spec",
 )
 _SETTINGS = {
+    # Of the Job: it counts queues and pulls, spans all attempts, and takes their logs away.
+    "spec.activeDeadlineSeconds": "set config.timeout_seconds of the rollout",
     "spec.podFailurePolicy.rules": "set fail_codes in [plugins.k8s]",
     "spec.template.spec.activeDeadlineSeconds": "set config.timeout_seconds of the rollout",
 }
@@ -129,20 +131,35 @@ def _check_items(owner: Mapping[str, Any], path: str, name: str) -> None:
 def check_kept(job: Mapping[str, Any], kept: Mapping[str, Any], path: str = "") -> None:
     """Look whether layers ask for something else where a value of ours holds.
 
-    Labels and annotations of ours are put back; how a Job runs is never changed in silence.
-
     Raises:
         Invalid: One does; it says which setting has that effect.
     """
     for name, value in kept.items():
         found = job.get(name)
-        if name == "metadata" or found is None or found == value:
+        if found is None or found == value:
             continue
         here = f"{path}.{name}" if path else name
         if isinstance(value, Mapping) and isinstance(found, Mapping):
             check_kept(found, value, here)
         else:
             raise _refused(here, found, _SETTINGS.get(here, f"it is always {value!r}"))
+
+
+def check_marks(job: Mapping[str, Any], kept: Mapping[str, Any]) -> None:
+    """Look at the labels and annotations that layers set beside ours.
+
+    Raises:
+        Invalid: One has a prefix by which Jobs and what is known of them are told.
+    """
+    for path in ("metadata", "spec.template.metadata"):
+        found: Any = job
+        ours: Any = kept
+        for name in path.split("."):
+            found, ours = found.get(name, {}), ours.get(name, {})
+        for kind in ("labels", "annotations"):
+            for name, value in found.get(kind, {}).items():
+                if name.startswith(OWN_PREFIX) and name not in ours.get(kind, {}):
+                    raise _refused(f"{path}.{kind}.{name}", value, "choose another prefix")
 
 
 def check_job(job: Mapping[str, Any], config: K8sConfig, ours: Sequence[Mapping[str, Any]]) -> None:
@@ -160,13 +177,15 @@ def check_job(job: Mapping[str, Any], config: K8sConfig, ours: Sequence[Mapping[
         ("metadata.namespace", job["metadata"].get("namespace"), None),
         ("spec.completions", spec.get("completions", 1), 1),
         ("spec.parallelism", spec.get("parallelism", 1), 1),
+        ("spec.activeDeadlineSeconds", spec.get("activeDeadlineSeconds"), None),
         ("spec.completionMode", spec.get("completionMode", "NonIndexed"), "NonIndexed"),
         ("spec.managedBy", spec.get("managedBy"), None),
         ("spec.selector", spec.get("selector"), None),
         ("spec.template.spec.restartPolicy", pod.get("restartPolicy"), "Never"),
     ):
         if found != wanted:
-            raise _refused(path, found, f"it is always {wanted!r}" if wanted else "leave it out")
+            other = f"it is always {wanted!r}" if wanted else "leave it out"
+            raise _refused(path, found, _SETTINGS.get(path, other))
     _check_containers(pod, ours)
     if not config.allow_privileged:
         _check_privileges(pod)

@@ -273,6 +273,7 @@ def _judge_waiting(pod: dict[str, Any], config: K8sConfig, now: float) -> Ending
         exit_code=None,
         message=f"the pod could not start: {waiting.code}: {waiting.message}",
         finished_at=now,
+        missing_image=waiting.missing_image,
     )
 
 

@@ -27,6 +27,7 @@ from agl_core.work_list import WorkList
 from agl_k8s.api import KubeApi
 from agl_k8s.config import K8sConfig
 from agl_k8s.creation import Creation
+from agl_k8s.images import Images
 from agl_k8s.keeper import Keeper
 from agl_k8s.lease import Leadership
 from agl_k8s.manifest import build_job
@@ -48,6 +49,7 @@ class _Connection:
     """What exists while the runner is entered."""
 
     api: KubeApi
+    images: Images
     jobs: Reflector
     pods: Reflector
     creation: Creation
@@ -84,12 +86,16 @@ class K8sRunner:
             pods = Reflector(
                 api, "pods", label_selector=labels, on_change=self._pod_changed, clock=self._clock
             )
+            images = Images(
+                self._config.image_failures, self._config.image_retry_seconds, self._clock
+            )
             self._connection = _Connection(
                 api=api,
+                images=images,
                 jobs=jobs,
                 pods=pods,
                 creation=Creation(api, self._config, self._clock),
-                keeper=Keeper(api, self._config, self._clock),
+                keeper=Keeper(api, self._config, images, self._clock),
                 leadership=leadership,
             )
             tasks = [asyncio.create_task(work) for work in (jobs.run(), pods.run(), self._tick())]
@@ -136,6 +142,7 @@ class K8sRunner:
             active = sum(1 for other in self._runs.values() if not other.is_finished)
             if active >= self.max_active:
                 raise Unavailable(f"{active} rollouts are active, as many as max_active allows")
+            connection.images.check(manifest)
             job = await connection.creation.create(manifest)
             run = self._runs.get(rollout_id) or self._add(rollout_id, job)
         run.recall(work.rollout.attempts, self._clock.now())

@@ -24,6 +24,8 @@ _CONFIG_WAITS = {
     "CreateContainerConfigError": "check the Secrets and ConfigMaps it names, and runAsNonRoot",
     "CreateContainerError": "check its command and security context",
 }
+# Of these, the ones that the next pod with this image meets too.
+_IMAGE_WAITS = frozenset({"ImagePullBackOff", "ErrImageNeverPull", "InvalidImageName"})
 # A failing pull flips between the two.
 _SAME_WAIT = {"ErrImagePull": "ImagePullBackOff"}
 
@@ -62,6 +64,8 @@ class Ending:
     message: str
     """One clause for a person."""
     finished_at: float
+    missing_image: str | None = None
+    """The image that could not be had, where that is why it never began."""
 
 
 @frozen(kw_only=True)
@@ -84,6 +88,7 @@ class Waiting:
     since: float
     is_config: bool
     """Waiting longer does not help: somebody has to change something."""
+    missing_image: str | None = None
 
 
 @frozen(kw_only=True)
@@ -336,4 +341,5 @@ def _held_up(seen: PodView, name: str, state: Mapping[str, Any], since: float) -
         message=f"container {name!r}{seen.on_node}: {told}" + (f"; {advice}" if advice else ""),
         since=since,
         is_config=advice is not None,
+        missing_image=seen.image_of(name) if code in _IMAGE_WAITS else None,
     )

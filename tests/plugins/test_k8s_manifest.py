@@ -356,7 +356,7 @@ def test_lists_without_a_key_are_replaced_and_not_shared_with_the_patch() -> Non
 @pytest.mark.parametrize("rollout_id", ["x" * 80 + "a", "x" * 80 + "B_/"])
 def test_c68_long_ids_have_names_that_pods_can_add_to(rollout_id: str) -> None:
     name = build(rollout_id=rollout_id)["metadata"]["name"]
-    assert re.fullmatch(r"r-x{40}-[0-9a-f]{10}", name)
+    assert re.fullmatch(r"r-x{40}-[0-9a-f]{14}", name)
     assert len(name) <= 57
 
 
@@ -365,7 +365,7 @@ def test_c68_long_ids_have_names_that_pods_can_add_to(rollout_id: str) -> None:
     [("Math/Run 7", "r-math-run-7-"), ("_a_", "r-a-"), ("x" * 39 + "-y", f"r-{'x' * 39}-")],
 )
 def test_names_can_be_read(rollout_id: str, name: str) -> None:
-    assert re.fullmatch(rf"{name}[0-9a-f]{{10}}", job_name(rollout_id))
+    assert re.fullmatch(rf"{name}[0-9a-f]{{14}}", job_name(rollout_id))
 
 
 def test_jobs_of_others_are_none_of_ours_whatever_they_are_annotated_with() -> None:

@@ -80,6 +80,33 @@ async def test_c56_what_cannot_start_fails_after_its_grace_and_leaves_no_job(
         await until(lambda: not fake.store.list("jobs") and not fake.store.list("pods"))
 
 
+async def test_c56_image_that_nobody_can_pull_fails_further_rollouts_at_once(
+    cluster: ClusterUnderTest, fake: FakeCluster
+) -> None:
+    def pulls(pod: Any) -> scripts.Script:
+        image = pod["spec"]["containers"][0]["image"]
+        return scripts.cannot_pull() if image == "nowhere:1" else scripts.exits(0)
+
+    fake.node.script_for = pulls
+    settings = {"start_grace_seconds": 1.0, "image_failures": 2, "image_retry_seconds": 60.0}
+    async with cluster.runner(**settings) as runner:
+        for name in ("r-1", "r-2"):
+            await runner.start(work_of(name, ["agent"], image="nowhere:1"))
+        for name in ("r-1", "r-2"):
+            report = await finished(runner, name)
+            assert report.error is not None
+            assert report.error.code == "config"
+            await runner.release(name)
+        with pytest.raises(
+            Invalid, match="'nowhere:1' could not be pulled 2 times in a row"
+        ) as told:
+            await runner.start(work_of("r-3", ["agent"], image="nowhere:1"))
+        assert "ImagePullBackOff" in str(told.value)
+        assert not fake.store.list("jobs")
+        await runner.start(work_of("r-4", ["agent"]))
+        assert (await finished(runner, "r-4")).outcome == "succeeded"
+
+
 async def test_unschedulable_pod_has_longer_and_is_no_fault_of_the_config(
     cluster: ClusterUnderTest,
 ) -> None:
