@@ -1,4 +1,4 @@
-"""What a controller that is started anew must still know."""
+"""Rollouts on a cluster, from the service to the pod and back."""
 
 from __future__ import annotations
 
@@ -99,3 +99,57 @@ async def test_attempt_that_vanished_while_nobody_looked_is_lost(
             await client.cancel(rollout.rollout_id)
             (ended,) = await client.wait([rollout.rollout_id], timeout=LIMIT_SECONDS)
             assert ended.status == "cancelled"
+
+
+async def test_c81_rollout_has_as_many_pods_as_it_may_and_one_job(
+    cluster: ClusterUnderTest, service: Any
+) -> None:
+    config = {"command": ["sh", "-c", "exit 1"], "max_retries": 2}
+    async with AsyncAglLiteClient(service.url) as client, controlling(cluster, service.url):
+        (rollout,) = await client.enqueue({"config": config})
+        (ended,) = await client.wait([rollout.rollout_id], timeout=LIMIT_SECONDS)
+    assert ended.status == "failed"
+    assert ended.error is not None
+    assert ended.error.code == "agent"
+    assert [(a.phase, a.exit_code) for a in ended.attempts] == [("failed", 1)] * 3
+    assert len({a.attempt_id for a in ended.attempts}) == 3
+    if cluster.fake is not None:
+        created = [r for r in cluster.fake.requests if r.method == "POST" and "/jobs" in r.path]
+        assert len(created) == 1
+
+
+async def test_c64_rollout_whose_job_is_gone_is_not_run_again(
+    cluster: ClusterUnderTest, service: Any
+) -> None:
+    spec = {"rollout_id": "once", "config": {"command": ["sh", "-c", "exit 0"]}}
+    async with AsyncAglLiteClient(service.url) as client, controlling(cluster, service.url):
+        (first,) = await client.enqueue(spec)
+        (ended,) = await client.wait([first.rollout_id], timeout=LIMIT_SECONDS)
+        async with asyncio.timeout(LIMIT_SECONDS):
+            while await cluster.jobs():
+                await CLOCK.sleep(0.05)
+        (again,) = await client.enqueue(spec)
+        assert again == ended
+        # Another one runs meanwhile, so there was time for it.
+        (other,) = await client.enqueue({"config": {"command": ["sh", "-c", "exit 0"]}})
+        await client.wait([other.rollout_id], timeout=LIMIT_SECONDS)
+        assert await client.rollout("once") == ended
+
+
+async def test_c64_job_that_its_ttl_removed_in_the_dark_is_not_made_again(
+    cluster: ClusterUnderTest, service: Any
+) -> None:
+    async with AsyncAglLiteClient(service.url) as client:
+        async with controlling(cluster, service.url):
+            (rollout,) = await client.enqueue({"config": {"command": SLEEP}})
+            await rollout_when(client, rollout.rollout_id, runs_its(1))
+        await cluster.sweep()
+        async with asyncio.timeout(LIMIT_SECONDS):
+            while await cluster.jobs() or await cluster.pods():
+                await CLOCK.sleep(0.05)
+        async with controlling(cluster, service.url):
+            (ended,) = await client.wait([rollout.rollout_id], timeout=LIMIT_SECONDS)
+            assert ended.error is not None
+            assert (ended.status, ended.error.code) == ("failed", "infra")
+            assert [a.reason for a in ended.attempts] == ["infra"]
+            assert await cluster.jobs() == []
