@@ -402,6 +402,33 @@ class Runner(AbstractAsyncContextManager["Runner"], Protocol):
         """Reports as they change. It begins with nothing: call ``list`` for the present state."""
         ...
 
+    def logs(
+        self,
+        rollout_id: str,
+        attempt_id: str,
+        *,
+        container: str | None = None,
+        tail_lines: int | None = None,
+        follow: bool = False,
+    ) -> AsyncIterator[bytes]:
+        """What an attempt has printed, in pieces of any size, tokens blacked out.
+
+        The runner need not be entered: whoever looks at a log disturbs no controller.
+
+        Args:
+            rollout_id: Whose attempt.
+            attempt_id: One that a report had.
+            container: Of an attempt that has several; None: the agent's.
+            tail_lines: Only the last ones; None: all that is kept.
+            follow: Go on with what is written, until the attempt has ended.
+
+        Raises:
+            NotFound: There is no log, or not any more; the hint says where else to look.
+            Invalid: It has no such container.
+            Unavailable: It cannot be read now.
+        """
+        ...
+
     async def until_ready(self) -> None:
         """Return when the next rollout may be started, where starts are limited by rate.
 

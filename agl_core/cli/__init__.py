@@ -21,6 +21,7 @@ _CORE = {
     "controller": ("agl_core.cli.serve", "Run the controller: start agents for queued rollouts."),
     "events": ("agl_core.cli.rollouts", "Show a rollout's events."),
     "export": ("agl_core.cli.export", "Write rollouts in a trainer's format."),
+    "logs": ("agl_core.cli.logs", "Show what a rollout's agent prints."),
     "models": ("agl_core.cli.models", "List, add and remove model servers."),
     "plugins": ("agl_core.cli.config", "List the installed plugins."),
     "rollouts": ("agl_core.cli.rollouts", "List, show and cancel rollouts."),
@@ -78,7 +79,10 @@ def agl() -> None:
 
 
 def main() -> None:
-    """Run ``agl``; errors of ours are told in a line or two, and the status is 1."""
+    """Run ``agl``; errors of ours are told in a line or two, and the status is 1.
+
+    It is 1 also, without a word, where whoever read our output has gone: click sees to that.
+    """
     try:
         status = agl.main(standalone_mode=False, prog_name="agl")
         if isinstance(status, int):  # click returns what ctx.exit() and Exit were given
@@ -93,9 +97,6 @@ def main() -> None:
         sys.exit(1)
     except KeyboardInterrupt:
         sys.exit(130)
-    except BrokenPipeError:
-        sys.stderr.close()  # whoever read our output has gone; nothing is left to be said
-        sys.exit(141)
 
 
 def tell(error: AglError) -> None:

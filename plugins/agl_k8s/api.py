@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
 PAGE_ITEMS = 500
 LIST_TRIES = 3
+# A whole log may be tens of megabytes.
+LOG_SECONDS = 300.0
 # The server ends a watch by then, and sends a bookmark every minute.
 WATCH_SECONDS = 300.0
 IDLE_SECONDS = 130.0
@@ -211,9 +213,35 @@ class KubeApi:
             return None
         return bytes(tail[max(0, len(tail) - size_bytes) :])
 
-    async def follow_log(self, pod: str, container: str) -> AsyncGenerator[bytes, None]:
-        """A container's log from its beginning, as it is written, until the container ends."""
-        async with self._log(pod, {"container": container, "follow": "true"}, total=None) as pieces:
+    async def read_log(
+        self,
+        pod: str,
+        container: str,
+        *,
+        tail_lines: int | None = None,
+        since_seconds: int | None = None,
+        follow: bool = False,
+        idle_seconds: float | None = None,
+    ) -> AsyncGenerator[bytes, None]:
+        """A container's log in pieces, from its beginning where nothing else is said.
+
+        Args:
+            pod: Its name.
+            container: One that has started; another is ``bad_request``.
+            tail_lines: Only the last ones.
+            since_seconds: Only what was written since then.
+            follow: Go on with what is written until the container ends.
+            idle_seconds: The longest silence; afterwards ``unreachable`` with the reason ``Idle``.
+        """
+        query = {"container": container}
+        if tail_lines is not None:
+            query["tailLines"] = str(tail_lines)
+        if since_seconds is not None:
+            query["sinceSeconds"] = str(since_seconds)
+        if follow:
+            query["follow"] = "true"
+        total = None if follow else LOG_SECONDS
+        async with self._log(pod, query, total=total, idle=idle_seconds) as pieces:
             async for piece in pieces:
                 yield piece
 
@@ -254,11 +282,16 @@ class KubeApi:
             query = selecting | {"limit": str(PAGE_ITEMS), "continue": metadata["continue"]}
 
     def _log(
-        self, pod: str, query: dict[str, str], *, total: float | None
+        self,
+        pod: str,
+        query: dict[str, str],
+        *,
+        total: float | None,
+        idle: float | None = None,
     ) -> AbstractAsyncContextManager[AsyncIterator[bytes]]:
         path = self._path("pods", pod) + "/log"
         return self._open_transport().stream(
-            path, query=query, total_seconds=total, idle_seconds=None
+            path, query=query, total_seconds=total, idle_seconds=idle
         )
 
     def _path(self, resource: str, name: str | None = None) -> str:

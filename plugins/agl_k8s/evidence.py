@@ -7,19 +7,17 @@ the pod, and exists only where it said something. Tokens are blacked out in both
 from __future__ import annotations
 
 import logging
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 from agl_core.errors import AglError
 from agl_core.records import EventDraft
+from agl_core.redaction import Redaction, end_of_first_word
 from agl_k8s.pod_view import AGENT
 from agl_k8s.verdict import event_time
 
 log = logging.getLogger(__name__)
 
-# A rollout id of 256 characters makes a token of some 1,450; the start of a tail may cut it in two.
-LONGEST_TOKEN = 2048
 # The kubelet keeps this much of a log in a container's status (FallbackToLogsOnError).
 STATUS_TAIL_BYTES = 2048
 STATUS_TAIL_LINES = 80
@@ -30,9 +28,6 @@ MAX_MESSAGE_CHARACTERS = 1000
 # Ends that others bring about: a sidecar has them whenever its pod ends.
 _SIGNALLED = frozenset({0, 137, 143})
 _NO_LOG = b"unable to retrieve container logs for "
-_CONTINUATION = re.compile(rb"[\x80-\xbf]{1,3}")
-_TOKEN_PART = re.compile(rb"[A-Za-z0-9_.=-]{1,%d}" % LONGEST_TOKEN)
-_BLACKED_OUT = b"[token]"
 
 
 class Listing(Protocol):
@@ -77,36 +72,6 @@ async def collect(
     if told is not None:
         drafts.append(EventDraft(event_type="cluster", data=told))
     return tuple(drafts)
-
-
-class Redaction:
-    """Blacks out tokens."""
-
-    def __init__(self, secrets: Iterable[str]) -> None:
-        # The longest first: one may be the beginning of another.
-        known = sorted({s.encode() for s in secrets if s}, key=len, reverse=True)
-        self.longest = max([LONGEST_TOKEN, *map(len, known)])
-        self._pattern = re.compile(b"|".join([*map(re.escape, known), rb"agl1\.[A-Za-z0-9_.=-]+"]))
-
-    def text(self, text: str) -> str:
-        return self._pattern.sub(_BLACKED_OUT, text.encode(errors="replace")).decode()
-
-    def tail(self, raw: bytes, start: int) -> str:
-        """What follows ``start``; a token that reaches over it is blacked out as a whole.
-
-        Blacking out first and cutting then would move the cut into the bytes before ``start``,
-        which may begin in the middle of a token.
-        """
-        pieces: list[bytes] = []
-        at = start
-        for match in self._pattern.finditer(raw):
-            if match.end() > start:
-                pieces += (raw[at : max(at, match.start())], _BLACKED_OUT)
-                at = match.end()
-        pieces.append(raw[at:])
-        if start and pieces[0] and (half := _CONTINUATION.match(pieces[0])):
-            pieces[0] = pieces[0][half.end() :]  # of a character that was cut
-        return b"".join(pieces).decode(errors="replace")
 
 
 def _worth_reading(pod: Mapping[str, Any]) -> list[Mapping[str, Any]]:
@@ -162,9 +127,9 @@ def _read_status_tail(kept: bytes, tail_bytes: int, redact: Redaction) -> dict[s
     # Characters are never cut there, so a full tail may be a few bytes short.
     is_cut = len(kept) > STATUS_TAIL_BYTES - 4 or kept.count(b"\n") >= STATUS_TAIL_LINES - 1
     start = max(0, len(kept) - tail_bytes)
-    if is_cut and (part := _TOKEN_PART.match(kept)):
+    if is_cut:
         # Nothing shows whether the first word is the rest of a token.
-        start = max(start, part.end())
+        start = max(start, end_of_first_word(kept))
     return {"text": redact.tail(kept, start), "truncated": is_cut or start > 0}
 
 

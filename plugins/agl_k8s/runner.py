@@ -30,6 +30,7 @@ from agl_k8s.creation import Creation
 from agl_k8s.images import Images
 from agl_k8s.keeper import Keeper
 from agl_k8s.lease import Leadership
+from agl_k8s.logs import read_log
 from agl_k8s.manifest import build_job
 from agl_k8s.names import job_name, rollout_id_of, selector
 from agl_k8s.reflector import Reflector
@@ -181,6 +182,27 @@ class K8sRunner:
     def watch(self) -> AsyncIterator[RunReport]:
         """Reports from this call on; of a rollout that changes fast, the latest."""
         return self._reports.watch()
+
+    def logs(
+        self,
+        rollout_id: str,
+        attempt_id: str,
+        *,
+        container: str | None = None,
+        tail_lines: int | None = None,
+        follow: bool = False,
+    ) -> AsyncIterator[bytes]:
+        """What a container of an attempt's pod has printed, from the API server."""
+        return read_log(
+            KubeApi(self._config, self._clock),
+            selector(self._config.instance),
+            rollout_id,
+            attempt_id,
+            container=container,
+            tail_lines=tail_lines,
+            follow=follow,
+            clock=self._clock,
+        )
 
     async def until_ready(self) -> None:
         """Wait for the turn of the next Job: at a bounded rate, and after what a refusal asks."""

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import IO
 
 from agl_core.clock import Clock, poll
+from agl_local.state import OUTPUT
 
 ADOPT_SECONDS = 5.0
 GONE_SECONDS = 1.0
@@ -118,7 +119,7 @@ def launch(
         OSError: It cannot be started.
         ValueError: A zero byte in an argument or variable.
     """
-    with _open_lock(directory) as lock, (directory / "output").open("ab") as output:
+    with _open_lock(directory) as lock, (directory / OUTPUT).open("ab") as output:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         child = subprocess.Popen(
             ["/bin/sh", "-c", _SHELL, str(directory), *command],
@@ -142,11 +143,11 @@ def launch(
 
 async def adopt(directory: Path, clock: Clock) -> Process | None:
     """The group of an attempt that was launched by an earlier controller; None: it is dead."""
-    if not _is_locked(directory):
+    if not is_locked(directory):
         return None
     # The lock is taken before the shell writes its line: that is a matter of milliseconds.
     await poll(
-        lambda: _read_identity(directory) is not None or not _is_locked(directory),
+        lambda: _read_identity(directory) is not None or not is_locked(directory),
         clock,
         seconds=ADOPT_SECONDS,
     )
@@ -215,7 +216,7 @@ def _open_lock(directory: Path) -> IO[bytes]:
     return (directory / "lock").open("ab+")
 
 
-def _is_locked(directory: Path) -> bool:
+def is_locked(directory: Path) -> bool:
     if not (directory / "lock").exists():
         return False
     with _open_lock(directory) as lock:

@@ -17,6 +17,7 @@ from agl_core.interfaces import RunReport, Work
 from agl_core.reports import LatestReports
 from agl_local.config import LocalConfig
 from agl_local.environment import check_work
+from agl_local.logs import read_log
 from agl_local.run import Run, RunContext, remove_tree
 from agl_local.state import RunFiles, RunState, SavedWork, StateDirectory, StopReason
 
@@ -124,6 +125,26 @@ class LocalRunner:
     def watch(self) -> AsyncIterator[RunReport]:
         """Reports from this call on; of a rollout that changes fast, the latest."""
         return self._reports.watch()
+
+    def logs(
+        self,
+        rollout_id: str,
+        attempt_id: str,
+        *,
+        container: str | None = None,
+        tail_lines: int | None = None,
+        follow: bool = False,
+    ) -> AsyncIterator[bytes]:
+        """What an attempt has printed, from its file."""
+        return read_log(
+            self._root,
+            rollout_id,
+            attempt_id,
+            container=container,
+            tail_lines=tail_lines,
+            follow=follow,
+            clock=self._clock,
+        )
 
     async def until_ready(self) -> None:
         """Processes start as fast as they are asked for."""

@@ -24,15 +24,15 @@ from typing import Any, Literal
 from attrs import field, frozen
 
 from agl_core.records import Attempt, Rollout, RolloutError
+from agl_core.redaction import Redaction
 from agl_core.wire import read_json, structure_answer, to_json
 
 StopReason = Literal["cancelled", "timeout"]
 Outcome = Literal["succeeded", "failed", "cancelled"]
 
+OUTPUT = "output"
+"""The file of an attempt with all that it has printed."""
 _TRASH = ".trash-"
-_TOKEN = re.compile(r"agl1\.[A-Za-z0-9_.=-]+")
-# A token cut in two by the start of the tail would no longer be recognised.
-_LONGEST_TOKEN = 1024
 
 
 @frozen(kw_only=True)
@@ -104,19 +104,16 @@ class RunFiles:
 
     def read_tail(self, attempt_id: str, size_bytes: int, tokens: list[str]) -> dict[str, Any]:
         """The end of an attempt's output as the data of a ``log`` event, tokens blacked out."""
+        redact = Redaction(tokens)
         try:
-            with (self.attempt(attempt_id) / "output").open("rb") as output:
+            with (self.attempt(attempt_id) / OUTPUT).open("rb") as output:
                 total = output.seek(0, os.SEEK_END)
-                output.seek(max(0, total - size_bytes - _LONGEST_TOKEN))
-                raw = output.read(size_bytes + _LONGEST_TOKEN)
+                output.seek(max(0, total - size_bytes - redact.longest))
+                raw = output.read(size_bytes + redact.longest)
         except FileNotFoundError:
             total, raw = 0, b""
-        text = raw.decode(errors="replace")
-        for token in filter(None, tokens):
-            text = text.replace(token, "[token]")
-        text = _TOKEN.sub("[token]", text)
-        tail = text.encode()[-size_bytes:].decode(errors="replace")
-        return {"stream": "output", "text": tail, "truncated": total > size_bytes}
+        text = redact.tail(raw, max(0, len(raw) - size_bytes))
+        return {"stream": "output", "text": text, "truncated": total > size_bytes}
 
     def take_away(self, kept: Path | None) -> Path | None:
         """Make the rollout unknown in one step; returns what is still to be removed.

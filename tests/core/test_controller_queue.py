@@ -72,10 +72,11 @@ class Cluster:
     async def logs(
         self,
         rollout_id: str,
-        attempt_id: str | None,
+        attempt_id: str,
         *,
-        follow: bool,
         container: str | None = None,
+        tail_lines: int | None = None,
+        follow: bool = False,
     ) -> AsyncIterator[bytes]:
         yield b""
 

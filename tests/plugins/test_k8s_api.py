@@ -766,7 +766,7 @@ async def test_a_log_is_followed_as_it_is_written(tmp_path: Path):
     async with (
         serve(answer) as server,
         connect(tmp_path, server.url) as api,
-        aclosing(api.follow_log("p", "agent")) as pieces,
+        aclosing(api.read_log("p", "agent", follow=True)) as pieces,
     ):
         assert await anext(pieces) == b"first\n"
         seen.set()

@@ -10,8 +10,9 @@ import pytest
 from attrs import field, frozen
 
 from agl_core.errors import AglError
+from agl_core.redaction import LONGEST_TOKEN, Redaction
 from agl_core.wire import to_json
-from agl_k8s.evidence import LONGEST_TOKEN, Redaction, collect
+from agl_k8s.evidence import collect
 
 TOKEN = "agl1.k1.ZGVtbw.1790000000.c2lnbmF0dXJlLW9mLXRoZS10b2tlbg"
 OTHER = "agl1.k1.b3RoZXI.1790000000.YW5vdGhlci1zaWduYXR1cmU"

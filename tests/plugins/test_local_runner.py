@@ -30,6 +30,7 @@ AGENTS: dict[str, str] = {
     "fails": "echo about to fail; exit 3",
     "hangs": ": >started; exec sleep 60",
     "hangs_deaf": "trap '' TERM; : >started; sleep 60 & wait; sleep 60",
+    "talks": "echo one; echo two; echo $OPENAI_API_KEY; echo started; : >started; exec sleep 60",
     "hangs_politely": "trap 'exit 0' TERM; : >started; sleep 60 & wait",
 }
 CLOCK = SystemClock()
@@ -459,3 +460,16 @@ def test_plugin_provides_the_runner() -> None:
     runner = LocalPlugin(LocalConfig(max_active=3)).provide_runner(CLOCK)
     assert isinstance(runner, LocalRunner)
     assert runner.max_active == 3
+
+
+@pytest.mark.parametrize("cut", [1, 20, len(TOKEN) - 1])
+async def test_tail_that_begins_inside_a_token_shows_nothing_of_it(
+    tmp_path: Path, cut: int
+) -> None:
+    script = "printf '%s' \"before $OPENAI_API_KEY after\"; exit 1"
+    size = len(TOKEN) - cut + len(" after")
+    async with opened(tmp_path, log_tail_bytes=size) as runner:
+        await runner.start(shell("r-1", script))
+        report = await finished(runner, "r-1")
+    (event,) = report.evidence[report.attempts[0].attempt_id]
+    assert (event.data["text"], event.data["truncated"]) == ("[token] after", True)

@@ -140,6 +140,17 @@ class AuthorRunner(Open):
         await asyncio.Event().wait()
         yield RunReport(rollout_id="", attempts=())
 
+    async def logs(
+        self,
+        rollout_id: str,
+        attempt_id: str,
+        *,
+        container: str | None = None,
+        tail_lines: int | None = None,
+        follow: bool = False,
+    ) -> AsyncIterator[bytes]:
+        yield b""
+
     async def until_ready(self) -> None: ...
 
     async def until_lost(self) -> None:

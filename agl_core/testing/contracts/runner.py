@@ -5,16 +5,17 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import attrs
 import pytest
 
-from agl_core.errors import Unavailable
+from agl_core.errors import NotFound, Unavailable
 from agl_core.interfaces import Runner, RunReport, Work
 
-Agent = Literal["succeeds", "fails", "hangs", "hangs_deaf", "hangs_politely", "is_missing"]
-"""How an agent behaves: ``hangs_deaf`` ignores SIGTERM, ``hangs_politely`` exits 0 on it."""
+Agent = Literal["succeeds", "fails", "hangs", "hangs_deaf", "hangs_politely", "talks", "is_missing"]
+"""How an agent behaves: ``hangs_deaf`` ignores SIGTERM, ``hangs_politely`` exits 0 on it; ``talks``
+prints the lines ``one``, ``two``, its ``OPENAI_API_KEY`` and ``started``, then hangs."""
 
 OpenRunner = Callable[[], AbstractAsyncContextManager[Runner]]
 # Only a fault takes as long: a cluster waits 10 and 20 seconds before it tries again.
@@ -121,6 +122,46 @@ class RunnerContract:
         drafts = report.evidence[report.attempts[0].attempt_id]
         (log,) = [draft for draft in drafts if draft.event_type == "log"]
         assert "about to fail" in log.data["text"]
+
+    async def test_log_of_what_runs_is_read_without_its_token_by_any_runner(
+        self, open_runner: OpenRunner
+    ) -> None:
+        async with open_runner() as runner:
+            work = self.make_work("r-1", "talks")
+            await runner.start(work)
+            await self.is_started(work)
+            report = await report_when(runner, "r-1", is_running)
+            attempt_id = report.attempts[0].attempt_id
+            # As a command does beside the controller: it enters nothing.
+            other = cast("Runner", open_runner())
+            text = b"".join([piece async for piece in other.logs("r-1", attempt_id)])
+            assert text == b"one\ntwo\n[token]\nstarted\n"
+            tail = other.logs("r-1", attempt_id, tail_lines=2)
+            assert b"".join([piece async for piece in tail]) == b"[token]\nstarted\n"
+            await runner.stop("r-1", "cancelled")
+            await finished(runner, "r-1")
+
+    async def test_followed_log_ends_with_the_attempt(self, open_runner: OpenRunner) -> None:
+        async with open_runner() as runner, asyncio.timeout(LIMIT_SECONDS):
+            work = self.make_work("r-1", "talks")
+            await runner.start(work)
+            await self.is_started(work)
+            report = await report_when(runner, "r-1", is_running)
+            pieces = runner.logs("r-1", report.attempts[0].attempt_id, follow=True)
+            text = await anext(pieces)
+            await runner.stop("r-1", "cancelled")
+            async for piece in pieces:
+                text += piece
+            assert text.startswith(b"one\ntwo\n[token]\nstarted\n")
+            await finished(runner, "r-1")
+
+    async def test_log_of_an_unknown_attempt_is_not_found(self, open_runner: OpenRunner) -> None:
+        async with open_runner() as runner:
+            await runner.start(self.make_work("r-1", "succeeds"))
+            for rollout_id, attempt_id in (("r-1", "nobody"), ("nobody", "../r-1"), ("r-1", "")):
+                with pytest.raises(NotFound):
+                    await anext(runner.logs(rollout_id, attempt_id))
+            await finished(runner, "r-1")
 
     async def test_start_is_idempotent_also_at_once(self, open_runner: OpenRunner) -> None:
         async with open_runner() as runner:

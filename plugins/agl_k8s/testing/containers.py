@@ -87,7 +87,10 @@ class ProcessContainer:
             pass  # nothing is left of it
 
     def read_log(self) -> bytes:
-        return self._log.read_bytes()
+        try:
+            return self._log.read_bytes()
+        except FileNotFoundError:
+            return b""  # the pod is gone, and somebody still follows it
 
 
 class ScriptedContainer:

@@ -12,7 +12,17 @@ import pytest
 import agl_core
 
 HEAVY = ("quart", "numpy", "hypercorn", "httpx", "openai", "cattrs", "sqlalchemy", "agl_memory")
-COMMANDS = ["config", "controller", "demo", "events", "export", "models", "plugins", "rollouts"]
+COMMANDS = [
+    "config",
+    "controller",
+    "demo",
+    "events",
+    "export",
+    "logs",
+    "models",
+    "plugins",
+    "rollouts",
+]
 
 
 @pytest.mark.parametrize("arguments", [["--help"], ["-h"], []])

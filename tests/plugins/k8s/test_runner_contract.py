@@ -24,6 +24,12 @@ AGENTS: dict[str, list[str]] = {
     "hangs": ["sh", "-c", "trap 'exit 143' TERM; echo started; sleep 600 & wait"],
     "hangs_deaf": ["sh", "-c", "trap '' TERM; echo started; sleep 600"],
     "hangs_politely": ["sh", "-c", "trap 'exit 0' TERM; echo started; sleep 600 & wait"],
+    "talks": [
+        "sh",
+        "-c",
+        "trap 'exit 143' TERM; echo one; echo two; echo $OPENAI_API_KEY; echo started; "
+        "sleep 600 & wait",
+    ],
     "is_missing": ["no-such-program"],
 }
 
