@@ -112,15 +112,29 @@ def rights_of(role: dict[str, Any]) -> dict[tuple[str, str], set[str]]:
     }
 
 
+def tool(name: str) -> str:
+    found = shutil.which(name)
+    if found is None:
+        pytest.skip(f"{name} is not installed")
+    return found
+
+
+def helm(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [tool("helm"), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+
+
+def render(*arguments: str, name: str = "agl") -> list[dict[str, Any]]:
+    """What the chart becomes."""
+    done = helm("template", name, str(CHART), "--namespace", "rl", *arguments)
+    assert done.returncode == 0, done.stderr
+    return [item for item in yaml.safe_load_all(done.stdout) if item]
+
+
 @pytest.fixture(scope="module")
 def rendered() -> list[dict[str, Any]]:
     """What the chart becomes with its own values."""
-    helm = shutil.which("helm")
-    if helm is None:
-        pytest.skip("helm is not installed")
-    command = [helm, "template", "agl", str(CHART), "--namespace", "rl"]
-    text = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
-    return [item for item in yaml.safe_load_all(text) if item]
+    return render()
 
 
 def test_the_check_finds_faults() -> None:
@@ -172,6 +186,150 @@ def test_charts_configuration_passes_the_loader(
         path = tmp_path / name
         path.write_text(text)
         assert load(read_config(path)).settings.plugins.enabled
+
+
+EVERYTHING = """
+image: {repository: registry.example/agl-lite, tag: "9", pullPolicy: Always}
+imagePullSecrets: [{name: registry}]
+config: |
+  [gateway]
+  retries = 1
+service:
+  port: 9000
+  graceSeconds: 5
+  env: [{name: JUDGE_KEY, valueFrom: {secretKeyRef: {name: judge, key: key}}}]
+  nodeSelector: {pool: cpu}
+  tolerations: [{key: only, operator: Exists}]
+controller:
+  replicas: 3
+  env: [{name: HTTPS_PROXY, value: "http://proxy:3128"}]
+  settings: |
+    timeout_seconds = 60
+  nodeSelector: {pool: cpu}
+  tolerations: [{key: only, operator: Exists}]
+existingSecret: mine
+agents:
+  namespace: sandbox
+  instance: team-a
+  maxActive: 7
+  settings: |
+    infra_retries = 1
+    image_failures = 0
+  job: |
+    image = "registry.example/agent:1"
+    resources = { limits = { memory = "1Gi" } }
+networkPolicy:
+  agentEgress: [{to: [{ipBlock: {cidr: 10.0.0.0/8}}]}]
+"""
+
+
+class TestChartWithEverything:
+    @pytest.fixture(scope="class")
+    @classmethod
+    def found(cls, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+        values = tmp_path_factory.mktemp("values") / "values.yaml"
+        values.write_text(EVERYTHING)
+        return render("--values", str(values), name="a.release")
+
+    def test_api_server_takes_it(self, found: list[dict[str, Any]]) -> None:
+        assert faults_in(found) == []
+
+    def test_configuration_has_it(
+        self, found: list[dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        for key in KEYS:
+            monkeypatch.setenv(key, f"the value of {key}")
+        loaded = {}
+        for name, text in one(found, "ConfigMap", "a-release")["data"].items():
+            (tmp_path / name).write_text(text)
+            loaded[name] = load(read_config(tmp_path / name))
+        assert loaded["service.toml"].settings.gateway.retries == 1
+        settings = loaded["controller.toml"].settings
+        assert settings.controller.timeout_seconds == 60
+        assert settings.controller.url == "http://a-release.rl.svc:9000"
+        table = tomli.loads((tmp_path / "controller.toml").read_text())["plugins"]["k8s"]
+        assert table == {
+            "namespace": "sandbox",
+            "instance": "team-a",
+            "max_active": 7,
+            "infra_retries": 1,
+            "image_failures": 0,
+            "job": {
+                "image": "registry.example/agent:1",
+                "resources": {"limits": {"memory": "1Gi"}},
+            },
+        }
+
+    def test_rights_and_policy_are_where_the_agents_are(self, found: list[dict[str, Any]]) -> None:
+        for kind, name in (
+            ("Role", "a-release-controller"),
+            ("RoleBinding", "a-release-controller"),
+            ("NetworkPolicy", "a-release-agents"),
+        ):
+            assert one(found, kind, name)["metadata"]["namespace"] == "sandbox"
+        (subject,) = one(found, "RoleBinding", "a-release-controller")["subjects"]
+        assert subject["namespace"] == "rl"
+        policy = one(found, "NetworkPolicy", "a-release-agents")["spec"]
+        assert policy["podSelector"]["matchLabels"]["agl-lite/instance"] == "team-a"
+        (service,) = policy["egress"][0]["to"]
+        assert service["namespaceSelector"]["matchLabels"] == {"kubernetes.io/metadata.name": "rl"}
+        assert policy["egress"][2] == {"to": [{"ipBlock": {"cidr": "10.0.0.0/8"}}]}
+
+    def test_pods_have_it(self, found: list[dict[str, Any]]) -> None:
+        for name, variable in (("a-release", "JUDGE_KEY"), ("a-release-controller", "HTTPS_PROXY")):
+            pod = one(found, "Deployment", name)["spec"]["template"]["spec"]
+            (container,) = pod["containers"]
+            assert variable in [entry["name"] for entry in container["env"]]
+            assert container["image"] == "registry.example/agl-lite:9"
+            assert (pod["nodeSelector"], len(pod["tolerations"])) == ({"pool": "cpu"}, 1)
+            assert pod["imagePullSecrets"] == [{"name": "registry"}]
+        assert not [d for d in found if d["kind"] == "Secret"]
+
+
+def test_chart_is_clean_to_its_own_linter() -> None:
+    done = helm("lint", "--strict", str(CHART))
+    assert done.returncode == 0, done.stdout
+
+
+@pytest.mark.parametrize(
+    ("setting", "said"),
+    [
+        ("service.replica=2", "replica"),
+        ("service.replicas=2", "replicas"),
+        ("agents.instance=Team_A", "instance"),
+        ("networkpolicy.enabled=false", "networkpolicy"),
+    ],
+)
+def test_values_that_mean_nothing_are_refused(setting: str, said: str) -> None:
+    done = helm("template", "agl", str(CHART), "--set", setting)
+    assert done.returncode != 0
+    assert said in done.stderr
+
+
+def test_parts_can_be_switched_off() -> None:
+    found = render(
+        "--set", "networkPolicy.enabled=false", "--set", "podDisruptionBudget.enabled=false"
+    )
+    assert not {d["kind"] for d in found} & {"NetworkPolicy", "PodDisruptionBudget"}
+
+
+def test_overlay_builds_and_names_its_configuration_by_content() -> None:
+    overlay = ROOT / "deploy" / "kustomize" / "overlays" / "example"
+    done = subprocess.run(
+        [tool("kubectl"), "kustomize", str(overlay)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    found = [item for item in yaml.safe_load_all(done.stdout) if item]
+    assert faults_in(found) == []
+    (config,) = [d["metadata"]["name"] for d in found if d["kind"] == "ConfigMap"]
+    assert config.startswith("agl-lite-")
+    for deployment in (d for d in found if d["kind"] == "Deployment"):
+        volumes = deployment["spec"]["template"]["spec"]["volumes"]
+        assert config in [volume.get("configMap", {}).get("name") for volume in volumes]
 
 
 @pytest.mark.parametrize("name", ["agl-lite", "agl-lite-controller"])

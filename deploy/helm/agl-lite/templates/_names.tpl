@@ -1,5 +1,5 @@
 {{- define "agl.name" -}}
-{{- .Release.Name | trunc 40 | trimSuffix "-" -}}
+{{- .Release.Name | replace "." "-" | trunc 40 | trimSuffix "-" -}}
 {{- end -}}
 {{- define "agl.labels" -}}
 app.kubernetes.io/name: agl-lite
