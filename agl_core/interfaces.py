@@ -365,6 +365,19 @@ class RunReport:
     """Events to keep by attempt id, such as the log tail of one that failed."""
 
 
+@frozen(kw_only=True)
+class Finding:
+    """What a look at one thing showed, before the first rollout needs it."""
+
+    subject: str
+    """A word or two: what was looked at."""
+    status: Literal["ok", "warning", "failed", "skipped"]
+    message: str
+    """What was seen, in a line."""
+    hint: str | None = None
+    """What to do about it."""
+
+
 class Runner(AbstractAsyncContextManager["Runner"], Protocol):
     """Starts and stops attempts: it makes them and their retries, the controller reports."""
 
@@ -426,6 +439,20 @@ class Runner(AbstractAsyncContextManager["Runner"], Protocol):
             NotFound: There is no log, or not any more; the hint says where else to look.
             Invalid: It has no such container.
             Unavailable: It cannot be read now.
+        """
+        ...
+
+    def examine(self, work: Work, *, with_probe: bool) -> AsyncIterator[Finding]:
+        """Look whether rollouts could run, and say of each thing how it is.
+
+        As for ``logs``, the runner need not be entered. What is wrong is a finding, never raised;
+        what could not be looked at because of that is ``skipped``.
+
+        Args:
+            work: A rollout as users' are, that the service does not know: its config is looked at,
+                and its time-out says how long a probe may take. Its command is not run.
+            with_probe: Start something where agents run, which tries to reach ``agent_url``; it
+                is gone afterwards.
         """
         ...
 

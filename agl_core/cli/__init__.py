@@ -19,6 +19,7 @@ COMMAND_GROUP = "agl.commands"
 _CORE = {
     "config": ("agl_core.cli.config", "Write, check and show the configuration."),
     "controller": ("agl_core.cli.serve", "Run the controller: start agents for queued rollouts."),
+    "doctor": ("agl_core.cli.doctor", "Look whether rollouts could run, before the first one."),
     "events": ("agl_core.cli.rollouts", "Show a rollout's events."),
     "export": ("agl_core.cli.export", "Write rollouts in a trainer's format."),
     "logs": ("agl_core.cli.logs", "Show what a rollout's agent prints."),

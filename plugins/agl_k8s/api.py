@@ -74,19 +74,29 @@ class KubeApi:
         *,
         name: str | None = None,
         subresource: str | None = None,
+        is_dry_run: bool = False,
     ) -> dict[str, Any]:
         """Create an object, or a ``subresource`` of the one called ``name`` (an eviction, say).
+
+        A dry run is all but the creation: the server says whether it would take the object.
 
         It is tried once: a ``busy`` server says when to ask again.
 
         Unknown fields of a Job are refused. Where the outcome is unknown (``unreachable``), a get
         by name tells.
         """
-        query = {"fieldValidation": "Strict"} if resource == "jobs" else None
+        query = {"fieldValidation": "Strict"} if resource == "jobs" else {}
+        if is_dry_run:
+            query["dryRun"] = "All"
         path = self._path(resource, name) + (f"/{subresource}" if subresource else "")
         return await self._open_transport().json(
-            "POST", path, query=query, body=body, is_repeatable=False
+            "POST", path, query=query or None, body=body, is_repeatable=False
         )
+
+    async def server_version(self) -> str:
+        """Of the API server, such as ``v1.36.2``."""
+        found = await self._open_transport().json("GET", "/version")
+        return str(found.get("gitVersion") or "unknown")
 
     async def get(self, resource: str, name: str) -> dict[str, Any]:
         return await self._open_transport().json("GET", self._path(resource, name))

@@ -21,12 +21,13 @@ from attrs import frozen
 
 from agl_core.clock import Clock
 from agl_core.errors import Unavailable
-from agl_core.interfaces import RunReport, Work
+from agl_core.interfaces import Finding, RunReport, Work
 from agl_core.reports import LatestReports
 from agl_core.work_list import WorkList
 from agl_k8s.api import KubeApi
 from agl_k8s.config import K8sConfig
 from agl_k8s.creation import Creation
+from agl_k8s.doctor import examine
 from agl_k8s.images import Images
 from agl_k8s.keeper import Keeper
 from agl_k8s.lease import Leadership
@@ -203,6 +204,10 @@ class K8sRunner:
             follow=follow,
             clock=self._clock,
         )
+
+    def examine(self, work: Work, *, with_probe: bool) -> AsyncIterator[Finding]:
+        """Look at the cluster, our rights, the Job's manifest, quotas, and a Job that tries it."""
+        return examine(self._config, self._clock, work, with_probe=with_probe)
 
     async def until_ready(self) -> None:
         """Wait for the turn of the next Job: at a bounded rate, and after what a refusal asks."""

@@ -13,9 +13,10 @@ from types import TracebackType
 
 from agl_core.clock import Clock, poll
 from agl_core.errors import AglError, ConfigError, Unavailable
-from agl_core.interfaces import RunReport, Work
+from agl_core.interfaces import Finding, RunReport, Work
 from agl_core.reports import LatestReports
 from agl_local.config import LocalConfig
+from agl_local.doctor import examine
 from agl_local.environment import check_work
 from agl_local.logs import read_log
 from agl_local.run import Run, RunContext, remove_tree
@@ -145,6 +146,10 @@ class LocalRunner:
             follow=follow,
             clock=self._clock,
         )
+
+    def examine(self, work: Work, *, with_probe: bool) -> AsyncIterator[Finding]:
+        """Look at the state directory; processes of this machine need no probe."""
+        return examine(self._root, self._config)
 
     async def until_ready(self) -> None:
         """Processes start as fast as they are asked for."""

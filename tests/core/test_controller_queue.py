@@ -15,7 +15,7 @@ from agl_core.clock import SystemClock, poll
 from agl_core.config import RawConfig
 from agl_core.controller import Controller
 from agl_core.errors import TakenOver
-from agl_core.interfaces import RunReport, Work
+from agl_core.interfaces import Finding, RunReport, Work
 from agl_core.records import Attempt
 from agl_core.reports import LatestReports
 from agl_core.settings import ControllerSettings
@@ -68,6 +68,9 @@ class Cluster:
 
     async def until_lost(self) -> None:
         await self.lost.wait()
+
+    async def examine(self, work: Work, *, with_probe: bool) -> AsyncIterator[Finding]:
+        yield Finding(subject="machine", status="ok", message="it is there")
 
     async def logs(
         self,

@@ -19,6 +19,7 @@ from kubernetes.client import models
 from agl_core import __version__
 from agl_core.app import load
 from agl_core.config import read_config
+from agl_k8s import doctor
 
 ROOT = Path(__file__).parents[2]
 CHART = ROOT / "deploy" / "helm" / "agl-lite"
@@ -34,6 +35,15 @@ RIGHTS = {
     ("", "secrets"): {"create"},
     ("coordination.k8s.io", "leases"): {"create", "get", "update"},
 }
+
+
+def test_doctor_asks_for_the_rights_that_the_role_gives() -> None:
+    asked = {
+        (group, f"{resource}/{part}" if part else resource): set(verbs)
+        for group, resource, part, verbs in (*doctor.RIGHTS, doctor.LEASE_RIGHTS)
+    }
+    assert asked == RIGHTS
+
 
 MODELS = {
     "Service": models.V1Service,

@@ -27,6 +27,7 @@ from agl_core.interfaces import (
     EventQuery,
     Exporter,
     ExportOptions,
+    Finding,
     GatewayState,
     RequestReshaper,
     ReshapeRequest,
@@ -139,6 +140,9 @@ class AuthorRunner(Open):
     async def watch(self) -> AsyncIterator[RunReport]:
         await asyncio.Event().wait()
         yield RunReport(rollout_id="", attempts=())
+
+    async def examine(self, work: Work, *, with_probe: bool) -> AsyncIterator[Finding]:
+        yield Finding(subject="machine", status="ok", message="it is there")
 
     async def logs(
         self,

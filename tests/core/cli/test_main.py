@@ -16,6 +16,7 @@ COMMANDS = [
     "config",
     "controller",
     "demo",
+    "doctor",
     "events",
     "export",
     "logs",

@@ -145,7 +145,7 @@ def test_the_controller_needs_a_runner(agl: Any) -> None:
 TEN_LINE_RUNNER = """
 import asyncio
 from agl_core.hookspecs import hookimpl
-from agl_core.interfaces import RunReport
+from agl_core.interfaces import Finding, RunReport
 from agl_core.records import Attempt
 
 class Runner:
@@ -171,6 +171,7 @@ class Runner:
     async def watch(self):
         while True:
             yield await self.reports.get()
+    async def examine(self, work, with_probe): yield Finding(subject="x", status="ok", message="y")
     async def logs(self, rollout_id, attempt_id, **options): yield b"done"
     async def until_ready(self): pass
     async def until_lost(self): await asyncio.Event().wait()

@@ -1,0 +1,267 @@
+"""What ``agl doctor`` finds on a cluster that is well, and on one where something is missing."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import attrs
+import pytest
+
+from agl_core.clock import SystemClock
+from agl_core.interfaces import Finding
+from agl_core.testing.contracts.runner import finished
+from agl_k8s.config import JobLayer, K8sConfig
+from agl_k8s.runner import K8sRunner
+from agl_k8s.testing import FakeCluster, scripts
+from agl_k8s.testing.clusters import ClusterUnderTest, work_of
+
+CLOCK = SystemClock()
+LIMIT_SECONDS = 180.0
+
+
+async def look(
+    config: K8sConfig, *, url: str = "http://127.0.0.1:9", probe: bool = True, seconds: float = 60
+) -> dict[str, Finding]:
+    """Findings by their subject."""
+    work = work_of("doctor-1", ["sh", "-c", "exit 0"], timeout_seconds=seconds)
+    work = attrs.evolve(work, agent_url=url)
+    async with asyncio.timeout(LIMIT_SECONDS):
+        found = K8sRunner(config, CLOCK).examine(work, with_probe=probe)
+        return {finding.subject: finding async for finding in found}
+
+
+def statuses(found: dict[str, Finding]) -> dict[str, str]:
+    return {subject: finding.status for subject, finding in found.items()}
+
+
+async def nothing_is_left(cluster: ClusterUnderTest) -> bool:
+    async with asyncio.timeout(LIMIT_SECONDS):
+        while await cluster.jobs() or await cluster.pods():
+            await CLOCK.sleep(0.1)
+    return True
+
+
+@pytest.mark.cluster
+async def test_cluster_that_is_well(cluster: ClusterUnderTest) -> None:
+    found = await look(cluster.config(), probe=False)
+    told = statuses(found)
+    assert told.pop("namespace") in ("ok", "skipped")
+    assert told.pop("quota") in ("ok", "skipped")
+    assert told == {"cluster": "ok", "rights": "ok", "job": "ok", "probe": "skipped"}, found
+    assert cluster.image in found["job"].message
+    assert await cluster.jobs() == []
+
+
+@pytest.mark.cluster
+async def test_url_that_no_pod_reaches_fails_with_what_the_pod_said(
+    cluster: ClusterUnderTest,
+) -> None:
+    found = await look(cluster.config())
+    assert found["probe"].status == "failed", found
+    assert "http://127.0.0.1:9/healthz is not reached from a pod" in found["probe"].message
+    assert "agent_url" in (found["probe"].hint or "")
+    assert await nothing_is_left(cluster)
+
+
+@pytest.mark.cluster
+async def test_image_that_does_not_exist_fails_in_the_clusters_words(
+    cluster: ClusterUnderTest,
+) -> None:
+    if cluster.fake is not None:
+        cluster.fake.node.script_for = lambda pod: scripts.cannot_pull()
+    job = JobLayer(image="nowhere.invalid/agent:1")
+    found = await look(cluster.config(job=job, start_grace_seconds=1.0))
+    assert found["probe"].status == "failed", found
+    assert "ImagePullBackOff" in found["probe"].message
+    assert await nothing_is_left(cluster)
+
+
+@pytest.mark.cluster
+async def test_namespace_that_does_not_exist_fails(cluster: ClusterUnderTest) -> None:
+    found = await look(cluster.config(namespace="no-such-namespace"))
+    assert found["namespace"].status == "failed", found
+    assert found["probe"].status == "skipped"
+    assert "kubectl create namespace no-such-namespace" in (found["namespace"].hint or "")
+
+
+@pytest.mark.cluster
+async def test_manifest_that_the_server_refuses_fails_with_the_path(
+    cluster: ClusterUnderTest,
+) -> None:
+    job = JobLayer(image=cluster.image, job_patch={"spec": {"template": {"spec": {"nodName": 1}}}})
+    found = await look(cluster.config(job=job))
+    assert found["job"].status == "failed", found
+    assert "nodName" in found["job"].message
+    assert found["probe"].status == "skipped"
+
+
+@pytest.mark.cluster
+async def test_names_that_do_not_exist_fail(cluster: ClusterUnderTest) -> None:
+    job = JobLayer(
+        image=cluster.image,
+        service_account="nobody",
+        image_pull_secrets=("no-secret",),
+        priority_class="no-class",
+    )
+    found = await look(cluster.config(job=job), probe=False)
+    for subject in ("service account", "pull secret", "priority class"):
+        assert found[subject].status == "failed", found
+        assert "does not exist" in found[subject].message
+
+
+async def test_service_that_a_pod_reaches(
+    cluster: ClusterUnderTest, service: Any, fake: FakeCluster
+) -> None:
+    found = await look(cluster.config(), url=service.url)
+    assert found["probe"].status == "ok", found
+    assert found["probe"].message.endswith(f"reaches {service.url}/healthz")
+    assert await nothing_is_left(cluster)
+    changes = [r.method for r in fake.requests if r.method != "GET" and "reviews" not in r.path]
+    assert changes == ["POST", "POST", "POST", "DELETE"]  # dry run, Job, Secret
+
+
+async def test_probe_is_of_an_agents_kind_and_no_controllers(
+    cluster: ClusterUnderTest, service: Any, fake: FakeCluster
+) -> None:
+    """NetworkPolicies know it by its labels; a controller that works leaves it alone."""
+    seen: list[dict[str, Any]] = []
+    fake.store.subscribe(
+        lambda kind, resource, item: seen.append(item) if resource == "pods" else None
+    )
+    async with cluster.runner() as runner:
+        await runner.start(work_of("r-1", ["sh", "-c", "exit 0"]))
+        found = await look(cluster.config(), url=service.url)
+        assert found["probe"].status == "ok", found
+        assert (await finished(runner, "r-1")).outcome == "succeeded"
+        assert [report.rollout_id for report in await runner.list()] == ["r-1"]
+        await runner.release("r-1")
+    labels = [pod["metadata"]["labels"] for pod in seen]
+    assert all(one["agl-lite/instance"] == cluster.instance for one in labels)
+    assert {one["agl-lite/rollout-id"] for one in labels} == {"r-1", "doctor-1"}
+
+
+async def test_missing_rights_are_listed(cluster: ClusterUnderTest, fake: FakeCluster) -> None:
+    for verb, resource in (("create", "jobs"), ("watch", "pods"), ("get", "pods/log")):
+        fake.faults.deny(verb, resource)
+    found = await look(cluster.config())
+    assert found["rights"].status == "failed"
+    told = found["rights"].message
+    assert "create jobs.batch; watch pods; get pods/log" in told
+    assert found["job"].status == "failed"
+    assert found["probe"].status == "skipped"
+
+
+async def test_what_we_may_not_look_at_is_no_failure(
+    cluster: ClusterUnderTest, fake: FakeCluster
+) -> None:
+    for resource in ("namespaces", "serviceaccounts"):
+        fake.faults.deny("get", resource)
+    fake.faults.deny("list", "resourcequotas")
+    job = JobLayer(image=cluster.image, service_account="somebody")
+    told = statuses(await look(cluster.config(job=job), probe=False))
+    assert told["namespace"] == told["service account"] == told["quota"] == "skipped"
+    assert "failed" not in told.values()
+
+
+@pytest.mark.parametrize(
+    ("hard", "status", "said"),
+    [
+        ({"requests.memory": "1Gi"}, "failed", "requests.memory is 1Gi, and one pod needs 2147"),
+        ({"requests.memory": "5Gi", "pods": "100"}, "warning", "leaves room for 2"),
+        ({"requests.memory": "100Gi", "limits.cpu": "4"}, "ok", "4 rollouts at once fit"),
+        ({"configmaps": "0"}, "ok", "fit"),
+    ],
+)
+async def test_quota_is_compared_with_what_rollouts_need(
+    cluster: ClusterUnderTest, fake: FakeCluster, hard: dict[str, str], status: str, said: str
+) -> None:
+    quota = {"metadata": {"name": "team"}, "spec": {"hard": hard}}
+    fake.store.create("resourcequotas", "default", quota)
+    fake.store.update(
+        "resourcequotas", "default", "team", lambda item: item.update(status={"hard": hard})
+    )
+    resources = {"limits": {"memory": "2Gi", "cpu": "500m"}}
+    job = JobLayer(image=cluster.image, resources=resources)
+    found = await look(cluster.config(job=job), probe=False)
+    assert (found["quota"].status, said in found["quota"].message) == (status, True), found
+
+
+async def test_node_that_never_comes_is_told_at_the_time_out(
+    cluster: ClusterUnderTest, fake: FakeCluster
+) -> None:
+    fake.node.script_for = lambda pod: scripts.never_scheduled()
+    found = await look(cluster.config(), seconds=1)
+    assert found["probe"].status == "failed"
+    assert "Insufficient cpu" in found["probe"].message
+    assert await nothing_is_left(cluster)
+
+
+async def test_job_that_waits_in_a_queue_is_a_warning(cluster: ClusterUnderTest) -> None:
+    job = JobLayer(image=cluster.image, queue_name="rl")
+    found = await look(cluster.config(job=job), seconds=1)
+    assert (found["probe"].status, "queue" in found["probe"].message) == ("warning", True), found
+    assert await nothing_is_left(cluster)
+
+
+@pytest.mark.parametrize(
+    ("script", "said"),
+    [
+        (scripts.exits(42), "has nothing that could try"),
+        (
+            scripts.Script(exit_code=128, reason="StartError"),
+            "has no shell",
+        ),
+    ],
+)
+async def test_image_that_cannot_try_the_url_is_a_warning(
+    cluster: ClusterUnderTest, fake: FakeCluster, script: scripts.Script, said: str
+) -> None:
+    fake.node.script_for = lambda pod: script
+    found = await look(cluster.config())
+    assert (found["probe"].status, said in found["probe"].message) == ("warning", True), found
+
+
+async def test_cancelled_look_leaves_no_job(cluster: ClusterUnderTest, fake: FakeCluster) -> None:
+    fake.node.script_for = lambda pod: scripts.hangs()
+    looking = asyncio.create_task(look(cluster.config()))
+    async with asyncio.timeout(LIMIT_SECONDS):
+        while not await cluster.pods():
+            await CLOCK.sleep(0.05)
+    looking.cancel()
+    await asyncio.gather(looking, return_exceptions=True)
+    assert await nothing_is_left(cluster)
+
+
+@pytest.mark.parametrize("text", [None, "{}", "= no yaml :", "[1]"])
+async def test_kubeconfig_that_cannot_be_used_is_one_failure(
+    tmp_path: Path, text: str | None
+) -> None:
+    path = tmp_path / "kubeconfig"
+    if text is not None:
+        path.write_text(text)
+    found = await look(K8sConfig(kubeconfig=str(path), job=JobLayer(image="i")))
+    assert found["cluster"].status == "failed"
+    assert found["cluster"].hint
+    assert {f.status for f in found.values() if f.subject != "cluster"} == {"skipped"}
+
+
+async def test_refused_credentials_and_foreign_answers(
+    cluster: ClusterUnderTest, fake: FakeCluster
+) -> None:
+    fake.faults.accept_tokens("another")
+    found = await look(cluster.config())
+    assert found["cluster"].status == "failed"
+    assert "log in anew" in (found["cluster"].hint or "")
+    fake.faults.bad_gateway("/version", count=None)
+    assert (await look(cluster.config()))["cluster"].status == "failed"
+
+
+async def test_pod_without_an_image_is_found_before_anything_is_created(
+    cluster: ClusterUnderTest, fake: FakeCluster
+) -> None:
+    found = await look(cluster.config(job=JobLayer()))
+    assert found["job"].status == "failed"
+    assert "image" in (found["job"].hint or "")
+    assert not [r for r in fake.requests if r.method == "POST" and "/jobs" in r.path]
