@@ -87,7 +87,8 @@ class ServiceHooks:
 
         Called:  once, while the service is built.
         Answers: any number; two exporters of one format stop the start.
-        Errors:  raising here stops the start; raising in ``encode`` breaks that answer off.
+        Errors:  raising here stops the start; raising in ``encode`` or ``finish`` refuses the
+                 export, or breaks its answer off.
         Since:   0.1
         """
 

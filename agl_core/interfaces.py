@@ -317,8 +317,12 @@ class Exporter(Protocol):
         """
         ...
 
-    def finish(self) -> bytes:
-        """What stands after the last one."""
+    def finish(self, options: ExportOptions) -> bytes:
+        """What stands after the last one.
+
+        Raises:
+            AglError: The whole export is refused, as in ``encode``, for what it has as a whole.
+        """
         ...
 
 

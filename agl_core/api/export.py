@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import AsyncIterator, Mapping
 
-from quart import Response
+from quart import Response, request
 
+from agl_core.api.errors import problem_document
+from agl_core.api.front import request_id_of
 from agl_core.api.reading import default_events, iter_rollouts
 from agl_core.api.requests import read_fields
 from agl_core.api.routes import READERS, Answer, Call, Route
@@ -14,7 +17,11 @@ from agl_core.errors import AglError, NotFound
 from agl_core.interfaces import Exporter, ExportOptions, RolloutQuery
 from agl_core.records import Rollout
 from agl_core.services import Services
+from agl_core.wire import to_json
 
+log = logging.getLogger(__name__)
+
+JSON_LINES = "application/x-ndjson"
 _PATH = "/api/export/{format}"
 # This much is made before the answer begins, so that a refusal by the exporter mostly is the answer
 # and not a stream that breaks off.
@@ -35,7 +42,7 @@ class ExportRoutes:
                 200,
                 str,
                 "One piece per rollout; the format says what it is.",
-                media_type="application/x-ndjson",
+                media_type=JSON_LINES,
             ),
         )
         return [
@@ -82,7 +89,8 @@ class ExportRoutes:
             for rollout_id in asked.ids:
                 await self._store.get_rollout(rollout_id)
         pieces = await _begun(self._pieces(exporter, options, head, asked))
-        return Response(pieces, 200, content_type=exporter.media_type)
+        telling = _telling(pieces, exporter, request_id_of(request.scope))
+        return Response(telling, 200, content_type=exporter.media_type)
 
     async def _pieces(
         self, exporter: Exporter, options: ExportOptions, head: bytes, asked: ExportQuery
@@ -100,7 +108,7 @@ class ExportRoutes:
             if piece:
                 yield piece
             await self._services.clock.sleep(0)
-        tail = exporter.finish()
+        tail = exporter.finish(options)
         if tail:
             yield tail
 
@@ -123,6 +131,25 @@ class ExportRoutes:
             )
             if is_of_mode and is_of_group:
                 yield rollout
+
+
+async def _telling(
+    pieces: AsyncIterator[bytes], exporter: Exporter, request_id: str
+) -> AsyncIterator[bytes]:
+    """Log why an answer breaks off, and tell it in the last line where the format has lines."""
+    try:
+        async for piece in pieces:
+            yield piece
+    except AglError as exc:
+        log.error(
+            "an export of the format %r broke off: %s",
+            exporter.format,
+            exc,
+            extra={"code": exc.code, "request_id": request_id},
+        )
+        if exporter.media_type == JSON_LINES:
+            yield to_json({"error": problem_document(exc)}) + b"\n"
+        raise
 
 
 async def _begun(pieces: AsyncIterator[bytes]) -> AsyncIterator[bytes]:

@@ -29,10 +29,10 @@ from agl_core.client.exchange import (
     Sleep,
     Step,
     exchange,
-    no_answer,
     once,
     opened,
 )
+from agl_core.client.exports import JsonLines, LastLine
 from agl_core.interfaces import ClientExtension
 from agl_core.records import (
     Attempt,
@@ -368,7 +368,7 @@ class AsyncAglLiteClient(ClientBase):
             mode: ``train``, ``val`` or ``all``.
             parameters: The format's own.
         """
-        lines = operations.JsonLines()
+        lines = JsonLines()
         async with aclosing(
             self.export_bytes(format, ids, group_id, policy, mode, **parameters)
         ) as pieces:
@@ -394,11 +394,13 @@ class AsyncAglLiteClient(ClientBase):
             format, ids=ids, group_id=group_id, policy=policy, mode=mode, parameters=parameters
         )
         response = await self._run(opened(request))
+        last = LastLine()
         try:
             async for piece in response.aiter_bytes():
+                last.feed(piece)
                 yield piece
         except httpx.TransportError as exc:
-            raise no_answer(exc, request, self._settings) from exc
+            raise last.error(exc, request, self._settings) from exc
         finally:
             await response.aclose()
 

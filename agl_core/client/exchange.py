@@ -9,7 +9,7 @@ from __future__ import annotations
 import email.utils
 import itertools
 import random
-from collections.abc import Generator
+from collections.abc import Generator, Mapping
 from typing import Any, Generic, TypeVar
 
 import httpx
@@ -179,16 +179,20 @@ def error_of(response: httpx.Response, request: ApiRequest) -> ApiError:
     inner = problem.get("error")
     if isinstance(inner, dict):
         problem = {"detail": inner.get("message"), "code": inner.get("code") or inner.get("type")}
+    if problem.get("hint") is None and response.status_code == 401:
+        problem = {**problem, "hint": "set AGL_KEY or pass key"}
+    return problem_error(problem, response.status_code, _described(response, request))
+
+
+def problem_error(problem: Mapping[str, Any], status: int, described: str) -> ApiError:
+    """The error of a problem document; ``described`` is for one without words of its own."""
     message = problem.get("detail") or problem.get("title")
-    hint = problem.get("hint")
-    if hint is None and response.status_code == 401:
-        hint = "set AGL_KEY or pass key"
     details = problem.get("details")
     return ApiError(
-        response.status_code,
+        status,
         str(problem.get("code") or "api_error"),
-        str(message) if message else _described(response, request),
-        hint=hint,
+        str(message) if message else described,
+        hint=problem.get("hint"),
         details=details if isinstance(details, dict) else None,
     )
 

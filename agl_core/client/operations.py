@@ -9,7 +9,6 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Literal
 from urllib.parse import quote
 
-from agl_core import wire
 from agl_core.client import requests
 from agl_core.client.calls import (
     MAX_QUERY_CHARACTERS,
@@ -271,38 +270,3 @@ def _follow(
 def _shown(ids: list[str]) -> str:
     text = ", ".join(ids[:_SHOWN_IDS])
     return text if len(ids) <= _SHOWN_IDS else f"{text} and {len(ids) - _SHOWN_IDS} more"
-
-
-class JsonLines:
-    """Cuts a stream of bytes into the JSON objects of its lines."""
-
-    def __init__(self) -> None:
-        self._pieces: list[bytes] = []
-
-    def feed(self, piece: bytes) -> Iterator[dict[str, Any]]:
-        """The lines that end in ``piece``."""
-        *ends, rest = piece.split(b"\n")
-        for end in ends:
-            self._pieces.append(end)
-            yield from self.finish()
-        if rest:
-            self._pieces.append(rest)
-
-    def finish(self) -> Iterator[dict[str, Any]]:
-        """What is left over, as a line."""
-        line = b"".join(self._pieces)
-        self._pieces.clear()
-        if not line.strip():
-            return
-        try:
-            value = wire.read_json(line, "a line of the export")
-        except AglError as exc:
-            raise ApiError(
-                200,
-                "bad_answer",
-                exc.message,
-                hint="a binary format is read with export_bytes",
-            ) from exc
-        if not isinstance(value, dict):
-            raise ApiError(200, "bad_answer", "a line of the export is no JSON object")
-        yield value

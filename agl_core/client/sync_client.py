@@ -21,10 +21,10 @@ from agl_core.client.exchange import (
     Sleep,
     Step,
     exchange,
-    no_answer,
     once,
     opened,
 )
+from agl_core.client.exports import JsonLines, LastLine
 from agl_core.clock import sleep_blocking
 from agl_core.interfaces import ClientExtension
 from agl_core.records import (
@@ -346,7 +346,7 @@ class AglLiteClient(ClientBase):
             mode: ``train``, ``val`` or ``all``.
             parameters: The format's own.
         """
-        lines = operations.JsonLines()
+        lines = JsonLines()
         with closing(
             self.export_bytes(format, ids, group_id, policy, mode, **parameters)
         ) as pieces:
@@ -370,10 +370,13 @@ class AglLiteClient(ClientBase):
             format, ids=ids, group_id=group_id, policy=policy, mode=mode, parameters=parameters
         )
         response = self._run(opened(request))
+        last = LastLine()
         try:
-            yield from response.iter_bytes()
+            for piece in response.iter_bytes():
+                last.feed(piece)
+                yield piece
         except httpx.TransportError as exc:
-            raise no_answer(exc, request, self._settings) from exc
+            raise last.error(exc, request, self._settings) from exc
         finally:
             response.close()
 

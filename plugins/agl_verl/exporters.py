@@ -9,9 +9,12 @@ from agl_core.interfaces import Exporter, ExportOptions
 from agl_core.records import Event, Rollout
 from agl_core.tokens import trajectory_line, triplet_line
 from agl_core.wire import to_json
-from agl_verl.guard import check_parameters, check_sampling, max_length
+from agl_verl.guard import check_parameters, check_sampling, max_length, no_data_share
+from agl_verl.no_data import NoDataCount
 
 Line = Callable[..., dict[str, Any]]
+
+_NO_DATA = "no_data"
 
 
 class JsonLinesExporter(Exporter):
@@ -33,10 +36,20 @@ class JsonLinesExporter(Exporter):
     def encode(self, rollout: Rollout, events: Sequence[Event], options: ExportOptions) -> bytes:
         line = self._line(rollout, events, policy=options.policy, max_length=max_length(options))
         check_sampling(rollout, events, _exported(line), options)
+        _counted(options).add(line)
         return to_json(line) + b"\n"
 
-    def finish(self) -> bytes:
+    def finish(self, options: ExportOptions) -> bytes:
+        share = no_data_share(options)
+        if share is not None:
+            _counted(options).check(share)
         return b""
+
+
+def _counted(options: ExportOptions) -> NoDataCount:
+    """Return what one export has counted so far."""
+    count: NoDataCount = options.state.setdefault(_NO_DATA, NoDataCount())
+    return count
 
 
 def _exported(line: Mapping[str, Any]) -> set[str]:

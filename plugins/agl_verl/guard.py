@@ -6,6 +6,7 @@ distribution that was sampled from. What breaks either would be learned from wit
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence, Set
 from typing import Any
 
@@ -14,13 +15,17 @@ from agl_core.interfaces import ExportOptions
 from agl_core.records import Event, Rollout
 from agl_core.tokens import attempt_events, untrainable_sampling
 from agl_core.wire import unknown_key
+from agl_verl.no_data import check_share
 
 ALLOW_RAW = "allow_raw_sampling"
 ALLOW_MIXED = "allow_mixed_temperature"
 MAX_LENGTH = "max_length"
-_PARAMETERS = (ALLOW_RAW, ALLOW_MIXED, MAX_LENGTH)
+MAX_NO_DATA_SHARE = "max_no_data_share"
+_CLAIMS = (ALLOW_RAW, ALLOW_MIXED)
+_PARAMETERS = (*_CLAIMS, MAX_LENGTH, MAX_NO_DATA_SHARE)
 _SELECTION = ("ids", "group_id", "policy", "mode")
 _TEMPERATURES = "temperatures"
+_SHARE = re.compile(r"[0-9]+(\.[0-9]+)?(e-?[0-9]{1,3})?", re.IGNORECASE)  # as JSON writes numbers
 
 
 def check_parameters(options: ExportOptions) -> None:
@@ -32,9 +37,10 @@ def check_parameters(options: ExportOptions) -> None:
     for name, value in options.parameters.items():
         if name not in _PARAMETERS:
             raise Invalid(unknown_key(name, (*_SELECTION, *_PARAMETERS)))
-        if name != MAX_LENGTH and value not in ("true", "false"):
+        if name in _CLAIMS and value not in ("true", "false"):
             raise Invalid(f"{name} is true or false, not {value!r}")
     max_length(options)
+    no_data_share(options)
 
 
 def max_length(options: ExportOptions) -> int | None:
@@ -50,6 +56,22 @@ def max_length(options: ExportOptions) -> int | None:
     if length < 1:
         raise Invalid(f"{MAX_LENGTH} is a positive number of tokens, not {value!r}")
     return length
+
+
+def no_data_share(options: ExportOptions) -> float | None:
+    """Return how many of the succeeded rollouts may have nothing to train on; None: all of them.
+
+    Raises:
+        Invalid: The parameter is no number between 0 and 1.
+    """
+    value = options.parameters.get(MAX_NO_DATA_SHARE)
+    if value is None:
+        return None
+    if _SHARE.fullmatch(value) is None:
+        raise Invalid(f"{MAX_NO_DATA_SHARE} is a number between 0 and 1, not {value!r}")
+    share = float(value)
+    check_share(share)
+    return share
 
 
 def check_sampling(

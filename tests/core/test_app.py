@@ -464,7 +464,7 @@ class IdLines:
     def encode(self, rollout: Rollout, events: Sequence[Event], options: ExportOptions) -> bytes:
         return f"{rollout.rollout_id} {len(events)}\n".encode()
 
-    def finish(self) -> bytes:
+    def finish(self, options: ExportOptions) -> bytes:
         return b"# end\n"
 
 

@@ -403,7 +403,7 @@ class Lines:
     def encode(self, rollout: Any, events: Any, options: Any) -> bytes:
         return b""
 
-    def finish(self) -> bytes:
+    def finish(self, options: Any) -> bytes:
         return b""
 
 

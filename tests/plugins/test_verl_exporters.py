@@ -13,7 +13,7 @@ import pytest
 from attrs import frozen
 
 from agl_core.client import AglLiteClient, AsyncAglLiteClient
-from agl_core.errors import Invalid
+from agl_core.errors import ApiError, Invalid
 from agl_core.hookspecs import hookimpl
 from agl_core.interfaces import Exporter, ExportOptions, RequestReshaper, ReshapeRequest
 from agl_core.records import Attempt, Event, Rollout
@@ -84,7 +84,8 @@ def choice(prompt: list[int], response: list[int]) -> dict[str, Any]:
 def export(events: list[Event], format_name: str = "triplet", **parameters: str) -> dict[str, Any]:
     chosen = exporter(format_name)
     options = ExportOptions(parameters=parameters)
-    body = chosen.begin(options) + chosen.encode(ROLLOUT, events, options) + chosen.finish()
+    body = chosen.begin(options) + chosen.encode(ROLLOUT, events, options)
+    body += chosen.finish(options)
     line: dict[str, Any] = json.loads(body)
     return line
 
@@ -394,6 +395,48 @@ async def test_c41_batches_with_nothing_that_succeeded_stop_nobody(
 async def test_a_share_that_is_none_is_refused(world: World, share: float) -> None:
     with pytest.raises(Invalid, match="max_no_data_share"):
         await world.client.verl.triplets(max_no_data_share=share)
+
+
+@pytest.mark.parametrize("format_name", ["triplet", "trajectory"])
+async def test_c41_the_export_itself_refuses_a_batch_above_the_share_that_is_asked_for(
+    world: World, format_name: str
+) -> None:
+    await world.succeeded("good", chat())
+    await world.succeeded("lost", chat(model="foo"))
+    await world.succeeded("idle")
+    await world.service.rollout("failed")
+    await world.service.api("PATCH", "/rollouts/failed", {"status": "failed"})
+
+    async def exported(**parameters: str) -> int:
+        return len([line async for line in world.client.export(format_name, **parameters)])
+
+    with pytest.raises(ApiError, match=r"2 of 3 .*model_not_found: foo \(1\)") as caught:
+        await exported(max_no_data_share="0.5")
+    assert (caught.value.status, caught.value.code) == (422, "no_trainable_calls")
+    assert caught.value.details == {
+        "rollouts": ["lost", "idle"],
+        "succeeded": 3,
+        "causes": {"model_not_found: foo": 1, "no_calls": 1},
+    }
+    assert await exported(max_no_data_share="0.67") == 4
+    assert await exported(max_no_data_share="1") == 4
+    assert await exported() == 4
+
+
+@pytest.mark.parametrize("value", ["", "1.1", "-0.1", "nan", "inf", "half", "0_1", "\u0660", " 0"])
+def test_a_share_in_an_export_that_is_none_is_refused(value: str) -> None:
+    with pytest.raises(Invalid, match="max_no_data_share"):
+        export([], max_no_data_share=value)
+
+
+def test_two_exports_at_once_count_apart() -> None:
+    chosen = exporter()
+    first, second = (ExportOptions(parameters={"max_no_data_share": "0"}) for _ in range(2))
+    chosen.encode(ROLLOUT, [], first)
+    chosen.encode(ROLLOUT, [call(1, 1.0, "raw")], second)
+    assert chosen.finish(second) == b""
+    with pytest.raises(NoTrainableCalls, match="1 of 1"):
+        chosen.finish(first)
 
 
 class Alternatives(RequestReshaper):

@@ -201,7 +201,7 @@ class AuthorExporter:
     def encode(self, rollout: Rollout, events: Sequence[Event], options: ExportOptions) -> bytes:
         return rollout.rollout_id.encode() + b"\n"
 
-    def finish(self) -> bytes:
+    def finish(self, options: ExportOptions) -> bytes:
         return b""
 
 

@@ -129,15 +129,20 @@ class LineExporter:
             return b""
         if rollout.metadata.get("break"):
             raise RuntimeError("this rollout cannot be encoded")
+        if rollout.metadata.get("refuse"):
+            options.state["refused"] = rollout.rollout_id
         line = {
             "rollout_id": rollout.rollout_id,
             "seqs": [event.seq for event in events],
             "policy": options.policy,
             "parameters": dict(options.parameters),
+            "padding": "x" * rollout.metadata.get("padding_bytes", 0),
         }
         return to_json(line) + b"\n"
 
-    def finish(self) -> bytes:
+    def finish(self, options: ExportOptions) -> bytes:
+        if "refused" in options.state:
+            raise Invalid(f"not with {options.state['refused']!r}", hint="leave it out")
         return b'"tail"\n'
 
 

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from typing import Any
 
 import httpx
@@ -123,8 +124,45 @@ async def test_many_rollouts_are_streamed_and_each_comes_once(service: Any) -> N
 
 async def test_export_that_breaks_ends_unclean_and_never_looks_whole(service: Any) -> None:
     for rollout_id, metadata in (("a", {}), ("b", {"break": True}), ("c", {})):
-        await service.enqueue(rollout_id=rollout_id, metadata=metadata)
-        await service.patch(rollout_id, status="failed")
+        await ended(service, rollout_id, **metadata)
     with pytest.raises(httpx.RemoteProtocolError):
         await service.ask("GET", PATH)
     assert (await service.ask("GET", "/healthz")).status_code == 200
+
+
+async def test_what_the_whole_export_is_refused_for_is_the_answer_while_that_is_short(
+    service: Any,
+) -> None:
+    await ended(service, "a", refuse=True)
+    answer = await service.ask("GET", PATH)
+    assert (answer.status_code, answer.json()["detail"]) == (422, "not with 'a'")
+
+
+async def test_a_long_export_that_is_refused_at_its_end_breaks_off_and_tells_why(
+    service: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    await ended(service, "a", refuse=True, padding_bytes=2**20)
+    await ended(service, "b")
+    body = bytearray()
+
+    async def read() -> None:
+        headers = {"X-Request-Id": "mine"}
+        async with service.client.stream("GET", PATH, headers=headers) as answer:
+            assert answer.status_code == 200
+            async for piece in answer.aiter_bytes():
+                body.extend(piece)
+
+    with caplog.at_level(logging.ERROR), pytest.raises(httpx.RemoteProtocolError):
+        await read()
+    head, *rows, last = [json.loads(line) for line in body.splitlines()]
+    assert (head, ids(rows)) == ("head", ["a", "b"])
+    told = {"detail": "not with 'a'", "hint": "leave it out", "code": "invalid", "status": 422}
+    assert last["error"].items() >= told.items()
+    (record,) = [record for record in caplog.records if record.name == "agl_core.api.export"]
+    assert "not with 'a'" in record.getMessage()
+    assert (record.code, record.request_id) == ("invalid", "mine")  # type: ignore[attr-defined]
+
+
+async def ended(service: Any, rollout_id: str, **metadata: Any) -> None:
+    await service.enqueue(rollout_id=rollout_id, metadata=metadata)
+    await service.patch(rollout_id, status="failed")

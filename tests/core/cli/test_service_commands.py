@@ -203,6 +203,27 @@ def test_an_export_that_fails_leaves_the_old_file(agl: Any, ended: str) -> None:
     assert [path.name for path in Path().iterdir()] == ["out.jsonl"]
 
 
+@pytest.mark.parametrize("metrics", [0, 80_000], ids=["at once", "broken off"])
+def test_c41_an_export_over_the_share_says_why_and_leaves_no_file(
+    agl: Any, enqueue: Enqueue, service: AglLiteClient, metrics: int
+) -> None:
+    rollout_id = f"idle-{metrics}"
+    enqueue(rollout_id)
+    # What is long has begun to be answered before its end says that it is too little.
+    service.post_reward(rollout_id, "a", 1.0, metrics={f"metric-{n}": n for n in range(metrics)})
+    service.patch(rollout_id, status="succeeded")
+    Path("out.jsonl").write_text("old")
+    asked = ("export", "trajectory", "--id", rollout_id, "-o", "out.jsonl")
+    ran = agl(*asked, "--option", "max_no_data_share=0.5")
+    assert (ran.status, ran.out) == (1, "")
+    assert "1 of 1 succeeded rollouts have no calls to train on: no_calls (1)" in ran.err
+    assert "max_no_data_share" in ran.err
+    assert Path("out.jsonl").read_text() == "old"
+    assert [path.name for path in Path().iterdir()] == ["out.jsonl"]
+    assert agl(*asked, "--option", "max_no_data_share=1").status == 0
+    assert Path("out.jsonl").stat().st_size > 12 * metrics
+
+
 def test_an_export_into_no_folder_is_told(agl: Any, ended: str) -> None:
     ran = agl("export", "triplet", "--id", ended, "-o", "no/folder/out.jsonl")
     assert ran.status == 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import email.utils
+import json
 import socket
 from typing import Any
 
@@ -143,6 +144,31 @@ def test_an_export_that_breaks_off_is_an_error_and_never_a_short_one(shell, serv
     server.script = [answer(raw=b'{"a": 1}\n', breaks_off=True)]
     with pytest.raises(ApiError) as caught:
         shell.call("export", "triplet")
+    assert caught.value.code == "broken_off"
+
+
+@pytest.mark.parametrize("how", ["export", "export_bytes"])
+@pytest.mark.parametrize("length", [9, 300_000], ids=["short", "long"])
+def test_an_export_that_breaks_off_with_a_reason_is_that_error(
+    shell, server, answer, how, length
+) -> None:
+    problem = {"status": 422, "detail": "no data", "code": "c", "hint": "h", "details": {"n": 1}}
+    raw = json.dumps({"a": "x" * length}) + "\n" + json.dumps({"error": problem}) + "\n"
+    server.script = [answer(raw=raw.encode(), breaks_off=True)]
+    with pytest.raises(ApiError) as caught:
+        shell.call(how, "triplet")
+    error = caught.value
+    assert (error.status, error.code, error.message) == (422, "c", "no data")
+    assert (error.hint, error.details) == ("h", {"n": 1})
+
+
+@pytest.mark.parametrize("last", [b'{"a": 1', b'{"error": 1}', b'{"error": {}}', b"\xff\n", b""])
+def test_bytes_that_break_off_without_a_reason_are_told_as_that(
+    shell, server, answer, last
+) -> None:
+    server.script = [answer(raw=b'{"a": 1}\n' + last, breaks_off=True)]
+    with pytest.raises(ApiError) as caught:
+        shell.call("export_bytes", "triplet")
     assert caught.value.code == "broken_off"
 
 
