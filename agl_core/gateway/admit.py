@@ -26,6 +26,7 @@ from agl_core.transitions import see_attempt
 class Admitted:
     """A call that may be made."""
 
+    identity: Identity
     rollout: Rollout
     attempt_id: str
 
@@ -74,7 +75,7 @@ class Admission:
         attempt = rollout.attempt(attempt_id)
         if attempt is None or attempt.is_ended:
             rollout = await self._see(rollout_id, attempt_id)
-        return Admitted(rollout=rollout, attempt_id=attempt_id)
+        return Admitted(identity=identity, rollout=rollout, attempt_id=attempt_id)
 
     def _rollout_id(self, path: ProxyPath, identity: Identity) -> str:
         rollout_id = path.rollout_id or identity.rollout_id

@@ -8,6 +8,7 @@ import secrets
 from typing import Any
 
 from agl_core.errors import AglError, BadRequest, NotFound
+from agl_core.gateway.administration import check_reach
 from agl_core.gateway.admit import Admission, Admitted, as_agl_error
 from agl_core.gateway.broadcast import Follower
 from agl_core.gateway.call import Call
@@ -88,6 +89,7 @@ class GatewayFront:
             if own is not None:
                 await reply.whole(200, [(b"content-type", b"application/json")], own)
                 return
+            check_reach(admitted.identity, path.below)
             self._admission.begin(admitted.rollout.rollout_id)
             try:
                 await self._call(call_id, path, scope, admitted, incoming, reply, send)

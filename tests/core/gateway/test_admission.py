@@ -276,3 +276,144 @@ async def test_http2_is_told_that_it_cannot_be_served(world: RunningService) -> 
         writer.close()
     assert json.loads(body)["error"]["code"] == "http_version"
     assert "HTTP/2" in json.loads(body)["error"]["message"]
+
+
+# --- what changes a model server -----------------------------------------------------------------
+
+HOSTILE = [
+    "load_lora_adapter",
+    "load_lora_adapter/",
+    "load_lora_adapter?x=1",
+    "v1/load_lora_adapter",
+    "%6coad_lora_adapter",
+    "%256coad_lora_adapter",
+    "%25256coad_lora_adapter",
+    "load%5Flora%5fadapter",
+    "load_lora_adapter%2f",
+    "load_lora_adapter%3Fx=1",
+    "load_lora_adapter%00",
+    "load_lora_adapter;x=1",
+    "chat%2f..%2funload_lora_adapter",
+    "chat/%252e%252e/%252e%252e/pause",
+    "..%5cpause",
+    "Unload_LoRA_Adapter",
+    "PAUSE",
+    "pause?mode=abort",
+    "wake_up",
+    "sleep%20",
+    "admin/drain",
+    "messages/pause",
+    "responses/pause",
+    "update_weights_from_disk",
+]
+# What such a path means differs from server to server, so these are nobody's.
+BAD_PATHS = [
+    "../pause",
+    "%2e%2e/sleep",
+    "%2E./sleep",
+    "./load_lora_adapter",
+    "/pause",
+    "chat//load_lora_adapter",
+    "chat/../load_lora_adapter",
+]
+
+
+@pytest.fixture
+async def reached(
+    open_service: Any, open_vllm: Any, monkeypatch: pytest.MonkeyPatch
+) -> tuple[RunningService, FakeVllm]:
+    """A service with keys, the rollout r, and its model server."""
+    for name in ("algorithm", "controller", "viewer"):
+        monkeypatch.setenv(name.upper(), f"{name}-secret")
+    service: RunningService = await open_service(tables=KEYS)
+    service.client.headers.update(ALGORITHM)
+    vllm: FakeVllm = await open_vllm()
+    await service.register(vllm.endpoint)
+    await service.rollout("r")
+    return service, vllm
+
+
+async def as_written(
+    service: RunningService, path: str, key: dict[str, str], method: str = "POST"
+) -> tuple[int, Any]:
+    """Send a path below ``v1`` as it is written; the status and the body's JSON."""
+    lines = [f"authorization: {key['authorization']}", "content-length: 2", "connection: close"]
+    head = service.head("r", *lines, path=path, method=method)
+    status, _, body = await raw(service, head + b"{}")
+    return status, json.loads(body)
+
+
+@pytest.mark.parametrize("method", ["POST", "GET", "PUT"])
+@pytest.mark.parametrize("path", HOSTILE)
+async def test_an_agent_cannot_reach_what_changes_a_model_server(
+    reached: tuple[RunningService, FakeVllm],
+    path: str,
+    method: str,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    service, vllm = reached
+    before = len(vllm.requests)
+    with caplog.at_level("WARNING", "agl_core.gateway.administration"):
+        status, body = await as_written(service, path, await token_of(service, "r"), method)
+    error = body["error"]
+    assert status == 403
+    assert "may not change a model server" in error["message"]
+    if path.startswith("messages"):  # the shape of Anthropic's SDK has no code
+        assert (body["type"], error["type"]) == ("error", "permission_error")
+    else:
+        assert error["code"] == "forbidden"
+    assert len(vllm.requests) == before
+    assert [record.rollout_id for record in caplog.records] == ["r"]  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("path", BAD_PATHS)
+async def test_a_path_that_servers_read_differently_reaches_none(
+    reached: tuple[RunningService, FakeVllm], path: str
+) -> None:
+    service, vllm = reached
+    before = len(vllm.requests)
+    for key in (await token_of(service, "r"), ALGORITHM):
+        status, body = await as_written(service, path, key)
+        assert (status, body["error"]["code"]) == (400, "bad_path")
+    assert len(vllm.requests) == before
+
+
+@pytest.mark.parametrize("path", ["load_lora_adapter", "unload_lora_adapter", "pause"])
+async def test_whoever_trains_changes_the_server_through_the_gateway(
+    reached: tuple[RunningService, FakeVllm], path: str
+) -> None:
+    service, vllm = reached
+    await service.call("r", path=path, headers=ALGORITHM)
+    assert vllm.requests[-1].target == f"/v1/{path}"
+
+
+@pytest.mark.parametrize(
+    ("method", "path"),
+    [
+        ("POST", "embeddings"),
+        ("POST", "tokenize"),
+        ("POST", "chat/completions/render"),
+        ("POST", "responses/pause-1/cancel_later"),
+        ("GET", "is_paused"),
+        ("GET", "is_sleeping"),
+        ("GET", "weight_info"),
+        ("GET", "files/pausing"),
+        ("GET", "load"),
+    ],
+)
+async def test_an_agent_reaches_every_other_path(
+    reached: tuple[RunningService, FakeVllm], method: str, path: str
+) -> None:
+    service, vllm = reached
+    await service.call("r", path=path, method=method, headers=await token_of(service, "r"))
+    assert vllm.requests[-1].target == f"/v1/{path}"
+
+
+async def test_a_model_may_be_called_what_a_path_is_called(
+    reached: tuple[RunningService, FakeVllm],
+) -> None:
+    service, vllm = reached
+    await service.register(vllm.endpoint, "pause", policy="q")
+    token = await token_of(service, "r")
+    card = await service.call("r", path="models/pause", method="GET", headers=token)
+    assert (card.status, card.json()["id"]) == (200, "pause")

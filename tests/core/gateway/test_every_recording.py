@@ -43,6 +43,10 @@ ABORTED = [name for name in ENDED if RECORDINGS[name].is_aborted]
 PASSED = [name for name in ENDED if name not in {*ABORTED, *LISTS}]
 CUT = [name for name in CALLS if RECORDINGS[name].end == "eof_before_end"]
 LEFT = [name for name in CALLS if RECORDINGS[name].end == "client_closed"]
+# What a trainer asks of an engine; all else that was recorded only tells something.
+CHANGES = [
+    name for name, case in RECORDINGS.items() if name.startswith("admin_") and case.method == "POST"
+]
 UNANSWERED = [name for name in CALLS if RECORDINGS[name].end == "TimeoutError"]
 
 
@@ -53,6 +57,11 @@ async def test_no_recording_is_left_out() -> None:
     assert set(PASSED) >= FINGERPRINT_MOVES
     # An empty list would test nothing.
     assert all((LISTS, HEALTHS, ENGINE, ABORTED, PASSED, CUT, LEFT, UNANSWERED))
+    assert {case.path for case in map(RECORDINGS.__getitem__, CHANGES)} >= {
+        "/v1/load_lora_adapter",
+        "/v1/unload_lora_adapter",
+        "/update_weights",
+    }
 
 
 @attrs.define
@@ -67,12 +76,17 @@ class Stage:
         self.count += 1
         return await self.service.rollout(f"r{self.count}")
 
-    async def play(self, case: Recording, path: str) -> Answer:
+    async def play(self, case: Recording, path: str, *, as_agent: bool = False) -> Answer:
+        """Replay a case's request: as whoever trains, or with the rollout's token."""
+        rollout_id = await self.rollout()
         headers = {CASE_HEADER: case.name}
         if case.content_type is not None:
             headers["content-type"] = case.content_type
+        if as_agent:
+            minted = await self.service.api("POST", f"/rollouts/{rollout_id}/token")
+            headers["x-api-key"] = minted["token"]
         return await self.service.call(
-            await self.rollout(), case.request, path, method=case.method, headers=headers
+            rollout_id, case.request, path, method=case.method, headers=headers
         )
 
 
@@ -141,6 +155,22 @@ async def test_engines_own_route_is_out_of_an_agents_reach(stage: Stage, name: s
         await stage.service.call("", case.request, url=url, method=case.method, headers=headers)
     seen = {request.target for request in stage.server.requests[before:]}
     assert seen == {f"/v1{case.path}"}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+async def test_what_changes_the_engine_is_refused_to_an_agent(stage: Stage, name: str) -> None:
+    case, before = RECORDINGS[name], len(stage.server.requests)
+    answer = await stage.play(case, case.path.removeprefix("/").removeprefix("v1/"), as_agent=True)
+    assert (answer.status, answer.code) == (403, "forbidden")
+    assert len(stage.server.requests) == before
+
+
+@pytest.mark.parametrize("name", sorted({*PASSED, *ENGINE} - {*CHANGES}))
+async def test_what_changes_nothing_is_passed_on_for_an_agent(stage: Stage, name: str) -> None:
+    case = RECORDINGS[name]
+    below = case.path.removeprefix("/").removeprefix("v1/")
+    as_recorded(case, await stage.play(case, below, as_agent=True))
+    assert stage.server.requests[-1].target == f"/v1/{below}"
 
 
 @pytest.mark.parametrize("name", LISTS)
