@@ -33,10 +33,6 @@ which count turns:
 
 from __future__ import annotations
 
-import base64
-import binascii
-import hashlib
-import json
 import math
 import sys
 from array import array
@@ -46,20 +42,12 @@ from typing import Any
 
 from attrs import field, frozen
 
+from agl_core.media import find_media, media_digest, media_request
 from agl_core.records import Event
 
 ID_BYTES = 4
 _SAMPLING_APIS = frozenset({"chat", "completions", "responses", "messages"})
 _STATUS_CAUSES = frozenset({"client_gone", "timeout", "truncated", "aborted"})
-_MEDIA_FIELDS = (
-    "image_url",
-    "input_audio",
-    "audio_url",
-    "video_url",
-    "source",
-    "image_embeds",
-    "audio_embeds",
-)
 
 
 def pack_ids(ids: Sequence[int] | bytes) -> bytes:
@@ -312,55 +300,12 @@ def _is_finite(logprob: Any) -> bool:
 def _media_digests(data: Mapping[str, Any]) -> tuple[str, ...]:
     """List the SHA-256 digests of a prompt's media in the order of the prompt.
 
-    Placeholder ids of different images are equal, so only the media tell such prompts apart.
+    The gateway records them; the events of other origins have them in their request alone.
     """
     recorded = data.get("media")
     if recorded is not None:
         return tuple(item if isinstance(item, str) else item["sha256"] for item in recorded)
-    # A translated request may continue one that is not repeated in it; what was sent has it all.
-    sent = data.get("sent")
-    request = sent if isinstance(sent, Mapping) and sent.get("messages") else data.get("request")
-    if not isinstance(request, Mapping):
-        return ()
-    return tuple(_digests_in([request.get("messages"), request.get("input")]))
-
-
-def _digests_in(node: Any) -> Iterator[str]:
-    if isinstance(node, list | tuple):
-        for item in node:
-            yield from _digests_in(item)
-    elif isinstance(node, Mapping):
-        for name in _MEDIA_FIELDS:
-            reference = _reference(node, name)
-            if reference is not None:
-                yield _digest(reference)
-        yield from _digests_in(node.get("content"))
-        # A Responses tool result has its parts under ``output``.
-        yield from _digests_in(node.get("output"))
-
-
-def _reference(part: Mapping[str, Any], name: str) -> str | None:
-    """Return what a part says of its media, so that none passes for text; None: it has none."""
-    value = part.get(name)
-    if isinstance(value, Mapping):
-        found = value.get("url") or value.get("data")
-        if found is None and name != "source":
-            found = json.dumps(value, sort_keys=True)
-        value = found
-    if value is None and name in part and isinstance(part.get("uuid"), str):
-        # vLLM takes an image from its cache where only the id it was sent with is given.
-        value = part["uuid"]
-    return value if isinstance(value, str) else None
-
-
-def _digest(reference: str) -> str:
-    """Digest the bytes of a data URL or of bare base64, else the reference itself."""
-    payload = reference.partition(",")[2] if reference.startswith("data:") else reference
-    try:
-        content = base64.b64decode(payload, validate=True)
-    except (binascii.Error, ValueError):
-        content = reference.encode("utf-8", "surrogatepass")
-    return hashlib.sha256(content).hexdigest()
+    return tuple(media_digest(medium)[0] for medium in find_media(media_request(data)))
 
 
 def rewards_of(events: Iterable[Event], policy: str | None = None) -> Rewards:

@@ -6,6 +6,7 @@ import asyncio
 import logging
 from collections.abc import Callable
 
+import attrs
 from attrs import define
 
 from agl_core.errors import AglError, NotFound, UpstreamError, UpstreamTimeout
@@ -19,11 +20,16 @@ from agl_core.gateway.registry import ModelNotFound
 from agl_core.gateway.replies import error_event, send_error
 from agl_core.gateway.rounds import LONG_WORK_BYTES
 from agl_core.gateway.stream_reply import StreamReply
+from agl_core.media import find_media, media_request, media_to_wire
+from agl_core.records import EventDraft
 
 log = logging.getLogger(__name__)
 
 # An agent that reads nothing any more is not told of its call's failure for longer than this.
 _LAST_WORDS_SECONDS = 2.0
+
+# What is less is digested in well below a millisecond.
+_MUCH_MEDIA_CHARACTERS = 2**15
 
 _ASKED_IN_VAIN = (ModelNotFound, TranslationError)
 
@@ -57,7 +63,7 @@ class CallEnd:
             await context.rounds.take()
         if facts.server is not None:
             facts.version_end = context.registry.version_of(facts.server)
-        draft = as_event(facts, answer, status, context.clock.monotonic())
+        draft = await _with_media(as_event(facts, answer, status, context.clock.monotonic()))
         await context.recorder.record(facts.rollout_id, facts.attempt_id, draft)
         context.limits.note(facts, answer, status)
         if status == "ok" and self.tee is not None:
@@ -173,3 +179,15 @@ class CallEnd:
         if tee is not None and tee.is_stream:
             blank = b"\n\n" if tee.ends_mid_event else b""
             await reply.write(blank + error_event(exc, self.facts.path))
+
+
+async def _with_media(draft: EventDraft) -> EventDraft:
+    """Add the digests of a prompt's media; of much of it they are made beside the event loop."""
+    media = find_media(media_request(draft.data))
+    if not media:
+        return draft
+    if sum(len(medium.reference) for medium in media) < _MUCH_MEDIA_CHARACTERS:
+        told = media_to_wire(media)
+    else:
+        told = await asyncio.to_thread(media_to_wire, media)
+    return attrs.evolve(draft, data={**draft.data, "media": told})

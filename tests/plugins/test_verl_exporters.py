@@ -240,6 +240,16 @@ async def test_c38_a_call_with_an_image_is_no_triplet_and_says_so(world: World) 
     line = await world.line("triplet")
     seen, plain = await world.service.events("r")
     assert seen["choices"][0]["tokens"] == "complete"
+    assert seen["media"] == [
+        {
+            "kind": "image",
+            "sha256": hashlib.sha256(png(7)).hexdigest(),
+            "size_bytes": len(png(7)),
+            "media_type": "image/png",
+            "pointer": "/messages/0/content/0/image_url",
+        }
+    ]
+    assert "media" not in plain
     assert [triplet["call_id"] for triplet in line["triplets"]] == [plain["call_id"]]
     assert line["skipped"] == {"multimodal_unsupported": 1}
 
