@@ -7,13 +7,14 @@ import copy
 import logging
 from collections.abc import Mapping
 from typing import Any
+from urllib.parse import urlsplit
 
 from agl_core.clock import Clock
 from agl_core.errors import AglError
 from agl_core.interfaces import Finding, Work
 from agl_k8s.api import KubeApi
 from agl_k8s.config import K8sConfig
-from agl_k8s.errors import KubeError
+from agl_k8s.errors import KubeError, kind_of
 from agl_k8s.layers import MAIN, without_dollar
 from agl_k8s.manifest import build_secret
 from agl_k8s.names import ROLLOUT_LABEL
@@ -29,15 +30,30 @@ NO_TOOL_CODE = 42
 # A pull that fails is tried a few times by the kubelet: what it says at first may pass.
 CONFIG_SECONDS = 15.0
 LOG_BYTES = 2000
+# Kinds of errors after which something may have been done nevertheless.
+_UNSURE = ("busy", "unreachable")
 
+# $0 is the URL; $1 to $3 are its host, port and path where it is plain HTTP, all that bash speaks.
 _SCRIPT = f"""\
-for tool in curl wget python3 python node; do
+by_bash() {{
+  limit=
+  command -v timeout >/dev/null 2>&1 && limit='timeout 10'
+  $limit bash -c '
+    exec 3<>"/dev/tcp/$0/$1" || exit
+    printf "GET %s HTTP/1.0\\r\\nHost: %s:%s\\r\\n\\r\\n" "$2" "$0" "$1" >&3
+    read -r -t 10 version status rest <&3
+    [ "$status" = 200 ] || {{ echo "answered $version $status $rest"; exit 1; }}
+  ' "$@"
+}}
+for tool in curl wget python3 python node bash; do
+  [ "$tool" = bash ] && [ $# = 0 ] && continue
   command -v "$tool" >/dev/null 2>&1 || continue
   case "$tool" in
     curl) curl -fsS -m 10 -o /dev/null "$0" ;;
     wget) wget -q -T 10 -O /dev/null "$0" ;;
     python*) "$tool" -c 'import sys, urllib.request as r; r.urlopen(sys.argv[1], None, 10)' "$0" ;;
     node) node -e 'fetch(process.argv[1]).then(r => process.exit(r.ok ? 0 : 1))' "$0" ;;
+    bash) by_bash "$@" ;;
   esac && {{ echo "reached with $tool"; exit 0; }}
   echo "not reached with $tool"
   exit 1
@@ -60,19 +76,20 @@ async def probe(
     """
     url = f"{work.agent_url.rstrip('/')}/healthz"
     seconds = work.rollout.config.timeout_seconds or 120.0
+    manifest = _manifest(job, url, seconds)
+    creation = asyncio.ensure_future(api.create("jobs", manifest))
     try:
-        made = await api.create("jobs", _manifest(job, url, seconds))
-    except KubeError as exc:
-        return _finding("failed", f"no Job can be created: {exc.message}", exc.hint)
-    try:
+        # To cancel the request would leave open whether there is a Job to delete.
+        made = await asyncio.shield(creation)
         secret = build_secret(made, work)
         secret["metadata"]["name"] = job["metadata"]["name"]  # as its pod asks for
         await api.create("secrets", secret)
         return await _await_end(api, clock, config, made, url, seconds)
     except KubeError as exc:
-        return _finding("failed", exc.message, exc.hint)
+        told = "" if _may_exist(creation) else "no Job can be created: "
+        return _finding("failed", f"{told}{exc.message}", exc.hint)
     finally:
-        await asyncio.shield(_delete(api, made))
+        await asyncio.shield(_remove(api, clock, creation, manifest["metadata"]["name"]))
 
 
 def _manifest(job: Mapping[str, Any], url: str, seconds: float) -> dict[str, Any]:
@@ -90,9 +107,18 @@ def _manifest(job: Mapping[str, Any], url: str, seconds: float) -> dict[str, Any
     spec["template"]["spec"]["activeDeadlineSeconds"] = max(1, round(seconds))
     for container in spec["template"]["spec"]["containers"]:
         if container["name"] == MAIN:
-            container["command"] = ["sh", "-c", without_dollar(_SCRIPT), without_dollar(url)]
+            arguments = [_SCRIPT, url, *_plain_parts(url)]
+            container["command"] = ["sh", "-c", *map(without_dollar, arguments)]
             container.pop("args", None)
     return made
+
+
+def _plain_parts(url: str) -> tuple[str, ...]:
+    """Host, port and path of a URL of plain HTTP; nothing of any other."""
+    parts = urlsplit(url)
+    if parts.scheme != "http" or parts.hostname is None:
+        return ()
+    return parts.hostname, str(parts.port or 80), parts.path
 
 
 async def _await_end(
@@ -186,14 +212,38 @@ async def _log_of(api: KubeApi, pod: Mapping[str, Any]) -> str:
     return " / ".join((raw or b"").decode(errors="replace").split("\n")).strip(" /")
 
 
-async def _delete(api: KubeApi, job: Mapping[str, Any]) -> None:
-    name, uid = job["metadata"]["name"], job["metadata"]["uid"]
+def _may_exist(creation: asyncio.Future[dict[str, Any]]) -> bool:
+    """Whether there may be a Job: only a refusal says that there is none."""
+    error = creation.exception()
+    return not isinstance(error, KubeError) or kind_of(error) in _UNSURE
+
+
+async def _remove(
+    api: KubeApi, clock: Clock, creation: asyncio.Future[dict[str, Any]], name: str
+) -> None:
+    """Delete the Job, also one of which only the name is known: it is nobody else's."""
+    await asyncio.wait([creation])
+    if not _may_exist(creation):
+        return
+    uid = None if creation.exception() else creation.result()["metadata"]["uid"]
     try:
         async with asyncio.timeout(DELETE_SECONDS):
-            await api.delete("jobs", name, propagation="Foreground", uid=uid)
+            await _delete(api, clock, name, uid)
     except (KubeError, TimeoutError) as exc:
         # Its TTL does it in the end.
         log.warning("the probe's Job was not deleted", extra={"job": name, "problem": str(exc)})
+
+
+async def _delete(api: KubeApi, clock: Clock, name: str, uid: str | None) -> None:
+    while True:
+        try:
+            await api.delete("jobs", name, propagation="Foreground", uid=uid)
+        except KubeError as exc:
+            if kind_of(exc) not in _UNSURE:
+                raise
+            await clock.sleep(POLL_SECONDS)
+        else:
+            return
 
 
 def _finding(status: Any, message: str, hint: str | None) -> Finding:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,10 @@ async def look(
 
 def statuses(found: dict[str, Finding]) -> dict[str, str]:
     return {subject: finding.status for subject, finding in found.items()}
+
+
+def jobs_asked(fake: FakeCluster) -> list[Any]:
+    return [request for request in fake.requests if request.path.endswith("/jobs")]
 
 
 async def nothing_is_left(cluster: ClusterUnderTest) -> bool:
@@ -232,6 +237,48 @@ async def test_cancelled_look_leaves_no_job(cluster: ClusterUnderTest, fake: Fak
     looking.cancel()
     await asyncio.gather(looking, return_exceptions=True)
     assert await nothing_is_left(cluster)
+
+
+async def test_job_whose_creation_was_not_confirmed_is_deleted(
+    cluster: ClusterUnderTest, fake: FakeCluster
+) -> None:
+    fake.faults.lose_reply(r"/jobs\?fieldValidation=Strict$", method="POST")
+    fake.faults.bad_gateway("/jobs/", method="DELETE")
+    found = await look(cluster.config())
+    assert found["probe"].status == "failed", found
+    assert "no Job can be created" not in found["probe"].message
+    assert [r.method for r in fake.requests if "/jobs/" in r.path] == ["DELETE", "DELETE"]
+    assert await nothing_is_left(cluster)
+
+
+async def test_look_that_is_cancelled_during_the_creation_leaves_no_job(
+    cluster: ClusterUnderTest, fake: FakeCluster
+) -> None:
+    fake.faults.delay(0.5, r"/jobs\?fieldValidation=Strict$", method="POST")
+    looking = asyncio.create_task(look(cluster.config()))
+    async with asyncio.timeout(LIMIT_SECONDS):
+        while not any(r.method == "POST" and "dryRun" not in r.query for r in jobs_asked(fake)):
+            await CLOCK.sleep(0.01)
+    looking.cancel()
+    await asyncio.gather(looking, return_exceptions=True)
+    assert [r.method for r in fake.requests if "/jobs/" in r.path] == ["DELETE"]
+    assert await nothing_is_left(cluster)
+
+
+async def test_image_with_bash_alone_reaches_the_service(
+    cluster: ClusterUnderTest, service: Any, tmp_path: Path
+) -> None:
+    programs = tmp_path / "bin"
+    programs.mkdir()
+    for name in ("sh", "bash"):
+        (programs / name).symlink_to(shutil.which(name) or pytest.skip(f"needs {name}"))
+    job = JobLayer(image=cluster.image, env={"PATH": str(programs)})
+    found = await look(cluster.config(job=job), url=service.url)
+    assert found["probe"].status == "ok", found
+    found = await look(cluster.config(job=job), url=f"{service.url}/nowhere")
+    assert found["probe"].status == "failed", found
+    assert "404" in found["probe"].message
+    assert "not reached with bash" in found["probe"].message
 
 
 @pytest.mark.parametrize("text", [None, "{}", "= no yaml :", "[1]"])
