@@ -130,7 +130,7 @@ def create_app(loaded: Loaded, clock: Clock | None = None) -> Service:
         clock,
         store,
         authority,
-        resolvers=plugins.provide_route_resolvers(clock),
+        resolvers=lambda servers: plugins.provide_route_resolvers(clock, servers),
         reshapers=plugins.provide_request_reshapers(),
         sinks=plugins.provide_capture_sinks(),
         capture=settings.capture,

@@ -15,6 +15,7 @@ from agl_core.interfaces import (
     CaptureSink,
     ClientExtension,
     Exporter,
+    ModelServers,
     RequestReshaper,
     RolloutHooks,
     RouteResolver,
@@ -52,8 +53,11 @@ class ServiceHooks:
         """
 
     @hookspec
-    def provide_route_resolver(self, clock: Clock) -> RouteResolver:
+    def provide_route_resolver(self, clock: Clock, servers: ModelServers) -> RouteResolver:
         """Return the object that picks a model server for each proxied request.
+
+        ``servers`` is for what it has to know of servers; to be used once the service serves, and
+        never by ``resolve``, which calls wait for.
 
         Called:  once, while the service is built, in the order of ``plugins.enabled``.
         Answers: one or more; for each request the first resolver that returns a route wins.

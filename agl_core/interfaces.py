@@ -240,8 +240,50 @@ class Route:
     changes: Mapping[str, Any] = field(factory=dict)
 
 
+@frozen(kw_only=True)
+class ServerAnswer:
+    """What a model server said when it was asked beside the calls."""
+
+    status: int
+    body: bytes
+
+
+class ModelServers(Protocol):
+    """The registered model servers, and a way to ask them something beside the calls."""
+
+    def registered(self) -> Sequence[ModelServer]:
+        """Every registered server, healthy or not, in the order of registration."""
+        ...
+
+    def inflight(self, server: ModelServer) -> int:
+        """Calls of this service that are in flight on a server now."""
+        ...
+
+    async def get(
+        self, server: ModelServer, path: str, *, seconds: float, limit_bytes: int
+    ) -> ServerAnswer:
+        """Ask a server by GET, with the credential that it is registered with.
+
+        It says nothing about the server's health, whatever the answer.
+
+        Args:
+            server: Whom to ask.
+            path: Of the server's own routes, such as ``/metrics``: below its root, which is its
+                endpoint without ``/v1``.
+            seconds: For the whole answer, the connection included.
+            limit_bytes: The largest body that is read.
+
+        Raises:
+            UpstreamError: There was no whole answer within these bounds.
+        """
+        ...
+
+
 class RouteResolver(Protocol):
-    """Picks a model server for each call."""
+    """Picks a model server for each call.
+
+    One that holds something open is an async context manager besides.
+    """
 
     async def resolve(self, request: RouteRequest, candidates: Sequence[Candidate]) -> Route | None:
         """Pick one of ``candidates`` (never empty), or None to leave it to the next resolver."""

@@ -31,6 +31,7 @@ from agl_core.interfaces import (
     CaptureSink,
     ClientExtension,
     Exporter,
+    ModelServers,
     RequestReshaper,
     RolloutHooks,
     RouteResolver,
@@ -253,9 +254,11 @@ class Plugins:
         """The runner; exactly one plugin must answer."""
         return self._one("provide_runner", Runner, clock=clock)
 
-    def provide_route_resolvers(self, clock: Clock) -> list[tuple[str, RouteResolver]]:
+    def provide_route_resolvers(
+        self, clock: Clock, servers: ModelServers
+    ) -> list[tuple[str, RouteResolver]]:
         """The resolvers with their plugins' names, in order; at least one."""
-        found = self._all("provide_route_resolver", RouteResolver, clock=clock)
+        found = self._all("provide_route_resolver", RouteResolver, clock=clock, servers=servers)
         if not found:
             raise self._nobody("provide_route_resolver")
         return found

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import AsyncExitStack
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from typing import Any, Self
 
 from agl_core.auth import Authority
@@ -21,6 +21,7 @@ from agl_core.gateway.front import GatewayFront
 from agl_core.gateway.gate import Gates
 from agl_core.gateway.health import HealthChecks
 from agl_core.gateway.memory import ConversationMemory
+from agl_core.gateway.model_servers import RegisteredServers
 from agl_core.gateway.probe import Prober
 from agl_core.gateway.recorder import Recorder
 from agl_core.gateway.registry import Registry
@@ -33,6 +34,7 @@ from agl_core.interfaces import (
     AsgiApp,
     CaptureSink,
     Change,
+    ModelServers,
     RequestReshaper,
     RouteResolver,
     Store,
@@ -48,7 +50,12 @@ _SINK_STOP_SECONDS = 5.0
 
 
 class Gateway:
-    """Owns registry, gates, upstream client and recorder. An async context manager."""
+    """Owns registry, gates, upstream client and recorder. An async context manager.
+
+    Args:
+        resolvers: Makes the route resolvers, with their plugins' names, from what they may know of
+            the servers.
+    """
 
     def __init__(
         self,
@@ -57,7 +64,7 @@ class Gateway:
         store: Store,
         authority: Authority,
         *,
-        resolvers: Sequence[tuple[str, RouteResolver]],
+        resolvers: Callable[[ModelServers], Sequence[tuple[str, RouteResolver]]],
         reshapers: Sequence[tuple[str, RequestReshaper]] = (),
         sinks: Sequence[tuple[str, CaptureSink]] = (),
         client: UpstreamClient | None = None,
@@ -67,11 +74,12 @@ class Gateway:
         self._clock = clock
         self._store = store
         self._authority = authority
-        self._resolvers = resolvers
         self._raw_sinks = sinks
         self._sinks = {name: SinkQueue(name, sink, settings.sink_queue) for name, sink in sinks}
         self._client: UpstreamClient = client or PooledUpstreamClient()
         self._registry = Registry(settings, clock)
+        engines = EngineClient(settings, self._client)
+        self._resolvers = resolvers(RegisteredServers(self._registry, engines))
         self._gates = Gates(clock)
         self._prober = Prober(settings, clock, self._registry, self._client)
         self._recorder = Recorder(store, clock, self._sinks, capture)
@@ -86,12 +94,11 @@ class Gateway:
             self._registry,
             self._gates,
             self._client,
-            resolvers,
+            self._resolvers,
             shaper,
             self._rounds,
         )
         self._front: GatewayFront | None = None
-        engines = EngineClient(settings, self._client)
         self._health = HealthChecks(settings, clock, self._registry, engines, self._gates.is_paused)
         self._updates = WeightUpdates(
             settings,
@@ -144,6 +151,9 @@ class Gateway:
             stack.push_async_callback(self._repeats.close)
             stack.callback(self._store.on_change(self._on_change))
             await self.registry_changed()
+            for _, resolver in self._resolvers:
+                if isinstance(resolver, AbstractAsyncContextManager):
+                    await stack.enter_async_context(resolver)
             self._stack = stack.pop_all()
         return self
 

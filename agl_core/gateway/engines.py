@@ -8,15 +8,17 @@ before they are asked until they have said that they go on.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterable, Mapping
 from typing import ClassVar, Literal
 
 import attrs
 
-from agl_core.errors import AglError, UpstreamError, UpstreamRefused
+from agl_core.errors import AglError, UpstreamError, UpstreamRefused, UpstreamTimeout
 from agl_core.gateway.registry import root_of
 from agl_core.gateway.replies import headers_upstream
 from agl_core.gateway.upstream import Timeouts, UpstreamClient, UpstreamRequest, upstream_url
+from agl_core.interfaces import ServerAnswer
 from agl_core.records import ModelServer, PausedEngine, PolicyPause
 from agl_core.settings import GatewaySettings
 
@@ -65,16 +67,42 @@ class EngineClient:
         Raises:
             UpstreamError: There was no answer, or none in ``gateway.engine_seconds``.
         """
+        seconds = self._settings.engine_seconds
+        request = self._request(method, url, path, credential, b"application/json")
+        return (await self._send(request, seconds, _ANSWER_BYTES)).status
+
+    async def read(
+        self, url: str, path: str, credential: str | None, seconds: float, limit_bytes: int
+    ) -> ServerAnswer:
+        """Ask for something to read, within bounds (see ``interfaces.ModelServers.get``)."""
+        request = self._request("GET", url, path, credential, b"*/*")
+        try:
+            async with asyncio.timeout(seconds):
+                return await self._send(request, seconds, limit_bytes)
+        except TimeoutError as exc:
+            raise UpstreamTimeout(
+                f"the model server did not answer {path} within {seconds:g} seconds"
+            ) from exc
+
+    def _request(
+        self,
+        method: Literal["GET", "POST"],
+        url: str,
+        path: str,
+        credential: str | None,
+        accept: bytes,
+    ) -> UpstreamRequest:
         secret = self._settings.credentials.get(credential or "")
-        request = UpstreamRequest(
+        return UpstreamRequest(
             method=method,
             url=upstream_url(url, path),
-            headers=headers_upstream(
-                [(b"accept", b"application/json")], secret.reveal() if secret else None
-            ),
+            headers=headers_upstream([(b"accept", accept)], secret.reveal() if secret else None),
             body=b"",
         )
-        seconds = self._settings.engine_seconds
+
+    async def _send(
+        self, request: UpstreamRequest, seconds: float, limit_bytes: int
+    ) -> ServerAnswer:
         timeouts = Timeouts(
             connect_seconds=self._settings.connect_seconds,
             first_byte_seconds=seconds,
@@ -82,8 +110,8 @@ class EngineClient:
         )
         answer = await self._client.open(request, timeouts=timeouts)
         async with answer:
-            await answer.read_all(_ANSWER_BYTES)
-            return answer.status
+            body = await answer.read_all(limit_bytes)
+            return ServerAnswer(status=answer.status, body=body)
 
     async def freeze(self, engine: PausedEngine) -> Refusal | None:
         """Freeze an engine; None: it is frozen."""

@@ -37,15 +37,20 @@ class Output:
 class FakeVllm(RawServer):
     """A model server on raw sockets.
 
-    What is asked of the engine itself (``/pause``, ``/resume``, ``/is_paused``, ``/health``) it
-    answers as vLLM 0.32 does. A script's requests that come while it is paused wait.
+    What is asked of the engine itself (``/pause``, ``/resume``, ``/is_paused``, ``/health``,
+    ``/metrics``) it answers as vLLM 0.32 does. A script's requests that come while it is paused
+    wait.
 
     Attributes:
         cards: What its list of models holds; None: it has no such list.
         engine_requests: What was asked of the engine, apart from ``requests``.
         engine_answers: Statuses in place of vLLM's, by path; None: never answered.
+        engine_scripts: Scripts in place of vLLM's answers, by path.
         dev_mode: Without it there is no ``/pause`` and no ``/resume``.
         is_paused: Whether the engine stands still.
+        others: Requests that run there beside those that a script is answering.
+        waiting: Requests in its queue.
+        tells_load: Without it the metrics say nothing of requests.
     """
 
     def __init__(self, script: Script | None = None) -> None:
@@ -53,7 +58,11 @@ class FakeVllm(RawServer):
         self.cards: list[dict[str, Any]] | None = None
         self.engine_requests: list[SeenRequest] = []
         self.engine_answers: dict[str, int | None] = {}
+        self.engine_scripts: dict[str, Script] = {}
         self.dev_mode = True
+        self.others = 0
+        self.waiting = 0
+        self.tells_load = True
         self._running = asyncio.Event()
         self._running.set()
 
@@ -79,7 +88,10 @@ class FakeVllm(RawServer):
         path, _, query = request.target.partition("?")
         if (request.method, path) in _ENGINE_ROUTES:
             self.engine_requests.append(request)
-            self._answer_of_engine(exchange, path, query)
+            if path in self.engine_scripts:
+                self._begin(self.engine_scripts[path], exchange)
+            else:
+                self._answer_of_engine(exchange, path, query)
             return
         if (request.method, request.target) != ("GET", "/v1/models"):
             super()._serve(exchange, connection)
@@ -95,7 +107,7 @@ class FakeVllm(RawServer):
         await super()._run(script, exchange)
 
     def _answer_of_engine(self, exchange: Exchange, path: str, query: str) -> None:
-        is_missing = path != "/health" and not self.dev_mode
+        is_missing = path in _OF_DEV_MODE and not self.dev_mode
         status = self.engine_answers.get(path, 404 if is_missing else 200)
         if status is None:
             return
@@ -103,6 +115,8 @@ class FakeVllm(RawServer):
             exchange.whole_json(status, {"detail": "Not Found" if status == 404 else "Error"})
         elif path == "/health":
             exchange.whole(200, b"")
+        elif path == "/metrics":
+            exchange.whole(200, self._metrics(), [("content-type", "text/plain; charset=utf-8")])
         elif path == "/is_paused":
             exchange.whole_json(200, {"is_paused": self.is_paused})
         elif path == "/resume":
@@ -114,9 +128,25 @@ class FakeVllm(RawServer):
         else:
             exchange.whole_json(400, {"detail": f"this engine knows mode keep alone: {query}"})
 
+    def _metrics(self) -> bytes:
+        """What a page of vLLM's metrics says of requests, and a gauge that is not about them."""
+        gauges: dict[str, float] = {"kv_cache_usage_perc": 0.5}
+        if self.tells_load:
+            gauges["num_requests_running"] = len(self._tasks) + self.others
+            gauges["num_requests_waiting"] = self.waiting
+        lines = [
+            f"# HELP vllm:{name} What it is.\n"
+            f"# TYPE vllm:{name} gauge\n"
+            f'vllm:{name}{{engine="0",model_name="tiny"}} {float(value)}\n'
+            for name, value in gauges.items()
+        ]
+        return "".join(lines).encode()
 
+
+_OF_DEV_MODE = frozenset({"/pause", "/resume", "/is_paused"})
 _ENGINE_ROUTES = frozenset(
-    {("POST", "/pause"), ("POST", "/resume"), ("GET", "/is_paused"), ("GET", "/health")}
+    {("POST", "/pause"), ("POST", "/resume")}
+    | {("GET", path) for path in ("/is_paused", "/health", "/metrics")}
 )
 
 

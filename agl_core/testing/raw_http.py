@@ -171,8 +171,11 @@ class RawServer:
         self.requests.append(exchange.request)
         if self.script is None:
             self._waiting.put_nowait(exchange)
-            return
-        task = asyncio.ensure_future(self._run(self.script, exchange))
+        else:
+            self._begin(self.script, exchange)
+
+    def _begin(self, script: Script, exchange: Exchange) -> None:
+        task = asyncio.ensure_future(self._run(script, exchange))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 

@@ -18,7 +18,8 @@ from agl_core.running import serve
 from agl_core.testing.servers import bind_loopback
 
 PLUGINS = ("memory", "vllm", "verl")
-# Nothing in a test waits for its own sake: no pauses between retries, no probes unless asked for.
+# Nothing in a test waits for its own sake: no pauses between retries, and servers are
+# asked nothing beside the calls.
 _TABLES: dict[str, dict[str, Any]] = {
     "server": {"grace_seconds": 0.5},
     "gateway": {
@@ -29,6 +30,7 @@ _TABLES: dict[str, dict[str, Any]] = {
         # A request goes on as it came, so that what else changes in it is seen.
         "sampling": {"train": {"policy": "agent"}, "val": {"policy": "agent"}},
     },
+    "plugins": {"vllm": {"load_seconds": "none"}},
 }
 
 

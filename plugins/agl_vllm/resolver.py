@@ -3,20 +3,23 @@
 All of them choose among the healthy servers that the core offers, and among those only the ones
 that the call has not failed on, as long as there is one. How much is in flight where is counted by
 the core alone and read from what it offers; nothing here counts calls, so nothing here can drift.
-Ties go to the server that stands first.
+What others send to a server is added where the server tells of it. Ties go to the server that
+stands first.
 """
 
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AsyncExitStack
 from hashlib import blake2b
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol, Self
 
 import attrs
-from attrs.validators import ge, in_
+from attrs.validators import ge, gt, in_, optional
 
 from agl_core.interfaces import Candidate, Route, RouteRequest
+from agl_vllm.loads import ServerLoads
 
 Balance = Literal["least_loaded_sticky", "rendezvous", "round_robin", "least_inflight"]
 ServerKey = tuple[str, str]
@@ -27,6 +30,8 @@ _BALANCES: tuple[Balance, ...] = (
     "round_robin",
     "least_inflight",
 )
+_positive_or_none: Any = optional(gt(0.0))
+_BALANCES_BY_LOAD: tuple[Balance, ...] = ("least_loaded_sticky", "least_inflight")
 
 
 @attrs.frozen(kw_only=True)
@@ -43,6 +48,12 @@ class VllmConfig:
     """Rollouts whose server is remembered; past it, the one that was silent longest is chosen for
     anew. Only rollouts that run at the same time count.
     """
+    load_seconds: float | None = attrs.field(default=5.0, validator=_positive_or_none)
+    """How often a server's ``/metrics`` is read for the requests that others sent to it, which
+    ``least_loaded_sticky`` and ``least_inflight`` count as their own; "none" never reads it.
+    Harmless by default: a read takes vLLM 5 to 40 ms, and only servers that share a policy are
+    read.
+    """
 
 
 class _Strategy(Protocol):
@@ -52,19 +63,35 @@ class _Strategy(Protocol):
 
 
 class VllmRouteResolver:
-    """Picks a server for each call, as ``balance`` says."""
+    """Picks a server for each call, as ``balance`` says. An async context manager.
 
-    def __init__(self, config: VllmConfig | None = None) -> None:
+    Args:
+        config: How.
+        loads: What others send to servers; read while the resolver is open, and only where
+            ``balance`` asks for it. None: not known.
+    """
+
+    def __init__(self, config: VllmConfig | None = None, loads: ServerLoads | None = None) -> None:
         config = config or VllmConfig()
+        self._loads = loads if config.balance in _BALANCES_BY_LOAD else None
+        self._stack = AsyncExitStack()
         self._strategy: _Strategy
         if config.balance == "round_robin":
             self._strategy = _RoundRobin()
         elif config.balance == "least_inflight":
-            self._strategy = _LeastInflight()
+            self._strategy = _LeastInflight(self._requests)
         elif config.balance == "rendezvous":
             self._strategy = _Rendezvous()
         else:
-            self._strategy = _LeastLoadedSticky(config.sticky_rollouts)
+            self._strategy = _LeastLoadedSticky(config.sticky_rollouts, self._requests)
+
+    async def __aenter__(self) -> Self:
+        if self._loads is not None:
+            await self._stack.enter_async_context(self._loads)
+        return self
+
+    async def __aexit__(self, *exc_info: object) -> None:
+        await self._stack.aclose()
 
     async def resolve(self, request: RouteRequest, candidates: Sequence[Candidate]) -> Route | None:
         untried = [c for c in candidates if c.server.key not in request.failed]
@@ -76,12 +103,21 @@ class VllmRouteResolver:
     def forget(self, rollout_id: str) -> None:
         self._strategy.forget(rollout_id)
 
+    def _requests(self, candidate: Candidate) -> float:
+        """Requests on a server: our own as they are now, those of others as it told last."""
+        if self._loads is None:
+            return candidate.inflight
+        return candidate.inflight + self._loads.others(candidate.server.key)
+
 
 class _LeastInflight:
     """The server with the fewest calls in flight."""
 
+    def __init__(self, requests: Callable[[Candidate], float]) -> None:
+        self._requests = requests
+
     def pick(self, _request: RouteRequest, pool: Sequence[Candidate]) -> Candidate:
-        return min(pool, key=lambda candidate: candidate.inflight)
+        return min(pool, key=self._requests)
 
     def forget(self, rollout_id: str) -> None:
         pass
@@ -145,13 +181,14 @@ class _LeastLoadedSticky:
     """A rollout's first call goes to the least loaded server, and the others follow it.
 
     The load of a server is the rollouts that are assigned to it, whether or not they are calling
-    just now, and what is in flight there. A rollout is assigned anew when its server is not in the
-    pool (unhealthy, or this call failed there), and when that server has got new weights: its
+    just now, and the requests that are on it. A rollout is assigned anew when its server is not in
+    the pool (unhealthy, or this call failed there), and when that server has got new weights: its
     cache is empty then, so evening out costs nothing.
     """
 
-    def __init__(self, max_rollouts: int) -> None:
+    def __init__(self, max_rollouts: int, requests: Callable[[Candidate], float]) -> None:
         self._max_rollouts = max_rollouts
+        self._requests = requests
         self._assignments: OrderedDict[str, dict[str, _Assignment]] = OrderedDict()
         """By rollout, the one heard of longest ago first, and by policy."""
         self._assigned: Counter[ServerKey] = Counter()
@@ -177,8 +214,8 @@ class _LeastLoadedSticky:
         for assignment in self._assignments.pop(rollout_id, {}).values():
             self._release(assignment)
 
-    def _load(self, candidate: Candidate) -> int:
-        return self._assigned[candidate.server.key] + candidate.inflight
+    def _load(self, candidate: Candidate) -> float:
+        return self._assigned[candidate.server.key] + self._requests(candidate)
 
     def _release(self, assignment: _Assignment) -> None:
         self._assigned[assignment.key] -= 1

@@ -10,9 +10,16 @@ from typing import Any
 import pytest
 
 from agl_core.clock import Clock, SystemClock
-from agl_core.errors import HookError, PluginConflict, PluginError, PluginLoadError, PluginNotFound
+from agl_core.errors import (
+    HookError,
+    PluginConflict,
+    PluginError,
+    PluginLoadError,
+    PluginNotFound,
+    UpstreamRefused,
+)
 from agl_core.hookspecs import ServiceHooks, hookimpl
-from agl_core.interfaces import CaptureSink, Exporter, Route, RouteRequest, Store
+from agl_core.interfaces import CaptureSink, Exporter, Route, RouteRequest, ServerAnswer, Store
 from agl_core.plugin_manager import (
     LoadedPlugin,
     Plugins,
@@ -21,6 +28,7 @@ from agl_core.plugin_manager import (
     make_plugin,
     missing_extra,
 )
+from agl_core.records import ModelServer
 from agl_memory import MemoryConfig, MemoryPlugin, MemoryStore
 
 
@@ -43,6 +51,21 @@ class Resolver:
 
     def forget(self, rollout_id: str) -> None:
         pass
+
+
+class NoServers:
+    """Nothing is registered."""
+
+    def registered(self) -> Sequence[ModelServer]:
+        return ()
+
+    def inflight(self, server: ModelServer) -> int:
+        return 0
+
+    async def get(
+        self, server: ModelServer, path: str, *, seconds: float, limit_bytes: int
+    ) -> ServerAnswer:
+        raise UpstreamRefused("nobody is there")
 
 
 class ResolverPlugin:
@@ -274,7 +297,7 @@ def test_an_implementation_may_take_fewer_arguments() -> None:
 
 def test_plugins_are_asked_in_the_order_they_were_given_in() -> None:
     first, second, third = ResolverPlugin(), ResolverPlugin(), ResolverPlugin()
-    found = plugins(first, second, third).provide_route_resolvers(SystemClock())
+    found = plugins(first, second, third).provide_route_resolvers(SystemClock(), NoServers())
     assert found == [("p0", first.resolver), ("p1", second.resolver), ("p2", third.resolver)]
 
 
@@ -287,23 +310,20 @@ def test_two_stores_are_a_conflict_that_names_both() -> None:
 
 
 @pytest.mark.parametrize(
-    ("method", "hook", "has_clock"),
+    ("method", "hook"),
     [
-        ("provide_store", "provide_store", True),
-        ("provide_runner", "provide_runner", True),
-        ("provide_route_resolvers", "provide_route_resolver", True),
-        ("provide_asgi_server", "provide_asgi_server", False),
+        ("provide_store", "provide_store"),
+        ("provide_runner", "provide_runner"),
+        ("provide_route_resolvers", "provide_route_resolver"),
+        ("provide_asgi_server", "provide_asgi_server"),
     ],
 )
-def test_a_hook_that_nobody_answers_is_told_with_what_is_enabled(
-    method: str, hook: str, has_clock: bool
-) -> None:
+def test_a_hook_that_nobody_answers_is_told_with_what_is_enabled(method: str, hook: str) -> None:
     class Nothing:
         pass
 
-    ask = getattr(plugins(Nothing()), method)
     with pytest.raises(PluginNotFound, match=rf"implements {hook} \(enabled: p0\)"):
-        ask(SystemClock()) if has_clock else ask()
+        ask(Nothing(), method)
 
 
 @pytest.mark.parametrize(
@@ -343,8 +363,12 @@ ASKS: list[tuple[str, str]] = [
 
 def ask(plugin: object, method: str) -> Any:
     function = getattr(plugins(plugin), method)
-    with_clock = method in ("provide_store", "provide_runner", "provide_route_resolvers")
-    return function(SystemClock()) if with_clock else function()
+    arguments: dict[str, tuple[Any, ...]] = {
+        "provide_store": (SystemClock(),),
+        "provide_runner": (SystemClock(),),
+        "provide_route_resolvers": (SystemClock(), NoServers()),
+    }
+    return function(*arguments.get(method, ()))
 
 
 @pytest.mark.parametrize(("hook", "method"), ASKS)

@@ -15,7 +15,7 @@ from agl_core.interfaces import Candidate, RouteRequest
 from agl_core.records import ModelServer
 from agl_core.testing.contracts import RouteResolverContract
 from agl_core.testing.contracts.resolver import POLICY, make_servers, offer
-from agl_vllm import VllmConfig, VllmPlugin, VllmRouteResolver
+from agl_vllm import VllmConfig, VllmRouteResolver
 
 
 class TestStickyContract(RouteResolverContract):
@@ -71,11 +71,6 @@ async def spread(
 ) -> Counter[str]:
     """How many of the rollouts go where, with nothing in flight."""
     return Counter([(await pick(resolver, r, offer(servers))).endpoint for r in rollout_ids])
-
-
-def test_plugin_provides_a_resolver() -> None:
-    plugin = VllmPlugin(VllmPlugin.Config())
-    assert isinstance(plugin.provide_route_resolver(), VllmRouteResolver)
 
 
 def test_unknown_balance_is_refused() -> None:

@@ -29,6 +29,7 @@ from agl_core.interfaces import (
     ExportOptions,
     Finding,
     GatewayState,
+    ModelServers,
     RequestReshaper,
     ReshapeRequest,
     RolloutHooks,
@@ -257,7 +258,7 @@ class AuthorPlugin:
         return AuthorRunner()
 
     @hookimpl
-    def provide_route_resolver(self, clock: Clock) -> RouteResolver:
+    def provide_route_resolver(self, clock: Clock, servers: ModelServers) -> RouteResolver:
         return AuthorResolver()
 
     @hookimpl

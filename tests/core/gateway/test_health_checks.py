@@ -43,12 +43,18 @@ async def until_asked(service: RunningService, server: FakeVllm, count: int) -> 
 
 async def take_out(service: RunningService, bad: FakeVllm, good: FakeVllm) -> None:
     """Register a server, let one call fail there, and register another one."""
+    # Else a check between two lines could bring it back.
+    keeps_out = "/health" not in bad.engine_answers
+    if keeps_out:
+        bad.engine_answers["/health"] = 503
     await service.register(bad.endpoint)
     await service.rollout("first")
     assert (await service.call("first")).status == 503
     assert not await is_healthy(service, bad)
     bad.requests.clear()
     await service.register(good.endpoint)
+    if keeps_out:
+        del bad.engine_answers["/health"]
 
 
 async def test_server_that_answers_health_is_tried_and_taken_in_again(
