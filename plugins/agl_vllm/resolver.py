@@ -51,8 +51,7 @@ class VllmConfig:
     load_seconds: float | None = attrs.field(default=5.0, validator=_positive_or_none)
     """How often a server's ``/metrics`` is read for the requests that others sent to it, which
     ``least_loaded_sticky`` and ``least_inflight`` count as their own; "none" never reads it.
-    Harmless by default: a read takes vLLM 5 to 40 ms, and only servers that share a policy are
-    read.
+    A read takes vLLM some milliseconds, and only servers that share a policy are read.
     """
 
 

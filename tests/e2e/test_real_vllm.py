@@ -6,6 +6,7 @@ tool parser, started with ``--enable-auto-tool-choice``. The first model that it
 
 from __future__ import annotations
 
+import asyncio
 import os
 from collections.abc import AsyncIterator
 from typing import Any
@@ -15,7 +16,9 @@ import httpx
 import openai
 import pytest
 
-from agl_core.testing.service import RunningService, running_service
+from agl_core.testing.fake_vllm import FakeVllm, saying
+from agl_core.testing.service import RunningService, chat, running_service
+from agl_vllm.loads import requests_of
 
 ENDPOINT = os.environ.get("AGL_TEST_VLLM", "")
 pytestmark = [
@@ -98,3 +101,35 @@ async def test_responses_continue_from_each_other(service: RunningService) -> No
     assert ends[-1].type in ("response.completed", "response.incomplete")
     assert ends[-1].response.usage.input_tokens > first.usage.input_tokens
     assert await proved(service) == ["responses", "responses"]
+
+
+async def test_load_from_elsewhere_is_known() -> None:
+    tables = {"plugins": {"vllm": {"load_seconds": 0.2}}}
+    # The real server comes first, so that it gets the call while nobody is known to be there.
+    async with (
+        running_service(tables) as service,
+        FakeVllm(saying()) as idle,
+        httpx.AsyncClient(base_url=ENDPOINT, timeout=60) as client,
+    ):
+        model = (await client.get("/models")).json()["data"][0]["id"]
+        body = chat(model=model, max_tokens=1000, min_tokens=1000, ignore_eos=True)
+        elsewhere = [
+            asyncio.create_task(client.post("/chat/completions", json=body)) for _ in range(3)
+        ]
+        try:
+            async with asyncio.timeout(30):
+                page = b""
+                while requests_of(page) != 3:
+                    page = (await client.get(ENDPOINT.removesuffix("/v1") + "/metrics")).content
+                for endpoint in (ENDPOINT, idle.endpoint):
+                    await service.register(endpoint, served_model=model)
+                while idle.asked_of_engine("/metrics") < 3:
+                    await service.state()
+                await service.call(await service.rollout("r"), chat(max_tokens=4))
+            assert not any(call.done() for call in elsewhere)
+            (recorded,) = await service.events("r")
+            assert recorded["server"]["endpoint"] == idle.endpoint
+        finally:
+            for call in elsewhere:
+                call.cancel()
+            await asyncio.gather(*elsewhere, return_exceptions=True)
