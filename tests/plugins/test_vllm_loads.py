@@ -159,13 +159,17 @@ async def test_between_two_readings_only_our_own_calls_move_the_load(world: Worl
 
 
 async def test_load_is_never_below_our_own_calls(world: World) -> None:
-    for _ in range(4):  # not one has come to the engine yet
+    world.fakes[0].others = 6
+    for _ in range(4):
         world.begin()
     async with world.loads:
-        for number in range(2):
-            await world.until_asked(1, number)
-        await world.clock.until_sleeping()
-        assert world.others() == 0
+        await world.until_others(2)
+        world.fakes[0].others = 1  # three of ours have ended there, and we have not heard of it
+        await world.next_round()
+        async with asyncio.timeout(WITHIN):
+            while (others := world.others()) == 2:
+                await world.clock.sleep(0)
+        assert others == 0
 
 
 async def test_call_that_ends_while_the_server_answers_is_not_taken_for_anothers(
@@ -258,21 +262,20 @@ async def test_call_waits_for_nothing_while_a_page_hangs(world: World) -> None:
     assert returned.value.value.server == world.servers[0]
 
 
-async def test_page_beyond_the_bound_is_not_read(world: World) -> None:
-    async def endless(exchange: Exchange) -> None:
-        exchange.begin(200)
-        while not exchange.gone.is_set():
-            exchange.write(b"# nothing\n" * 100_000)
-            await exchange.flush()
+async def test_page_beyond_the_bound_is_not_read(
+    world: World, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "agl_vllm")
 
-    world.fakes[0].engine_scripts["/metrics"] = endless
-    world.fakes[1].others = 4
-    async with world.loads:
-        await world.until_others(4, 1)
-        async with asyncio.timeout(WITHIN):
-            while world.fakes[0].open_connections:
-                await world.clock.sleep(0)
-        assert world.others() == 0
+    async def lengthy(exchange: Exchange) -> None:
+        exchange.whole(200, b"# nothing\n" * 500_000 + b"vllm:num_requests_running 5.0\n")
+
+    world.fakes[0].engine_scripts["/metrics"] = lengthy
+    async with world.loads, asyncio.timeout(WITHIN):
+        while not caplog.records and not world.others():
+            await world.clock.sleep(0)
+    assert world.others() == 0
+    assert "larger than 4194304 bytes" in caplog.text
 
 
 async def test_sole_server_of_a_policy_is_not_asked(world: World) -> None:
