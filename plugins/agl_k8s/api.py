@@ -40,22 +40,30 @@ class KubeApi:
         config: Says which cluster, and which namespace.
         clock: Waits where the server is busy.
         service_account: The folder of a pod's own credentials.
+        request_seconds: How long any request may take that is no watch and no log.
     """
 
     def __init__(
-        self, config: K8sConfig, clock: Clock, *, service_account: Path = SERVICE_ACCOUNT
+        self,
+        config: K8sConfig,
+        clock: Clock,
+        *,
+        service_account: Path = SERVICE_ACCOUNT,
+        request_seconds: float = REQUEST_SECONDS,
     ) -> None:
         self.namespace = ""
         self._config = config
         self._clock = clock
         self._service_account = service_account
+        self._request_seconds = request_seconds
         self._transport: Transport | None = None
         self._stack = AsyncExitStack()
 
     async def __aenter__(self) -> KubeApi:
         access = await load_access(self._config, self._clock, service_account=self._service_account)
         self.namespace = access.namespace
-        self._transport = await self._stack.enter_async_context(Transport(access, self._clock))
+        transport = Transport(access, self._clock, request_seconds=self._request_seconds)
+        self._transport = await self._stack.enter_async_context(transport)
         return self
 
     async def __aexit__(

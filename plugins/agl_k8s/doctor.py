@@ -29,9 +29,21 @@ RIGHTS = (
 )
 LEASE_RIGHTS = ("coordination.k8s.io", "leases", "", ("create", "get", "update"))
 
+# Somebody waits for each line. The server's own limit for a webhook is as long.
+REQUEST_SECONDS = 10.0
+
 _BY_KIND = {
     "unauthorized": "the credentials are wrong or have ended: log in anew, or correct them",
     "unreachable": "check the server's address in the kubeconfig, the network between, and proxies",
+}
+# Where no answer came, parts of the reason for that.
+_BY_REASON = {
+    "Certificate": "we do not trust the server's certificate: correct certificate-authority in the "
+    "kubeconfig, or the name in the server's address",
+    "SSL": "no TLS that we could use is spoken there: correct the server's address in the "
+    "kubeconfig (https, port)",
+    "NoObject": "something else answers there, such as a proxy or a login page: correct the "
+    "server's address in the kubeconfig, or NO_PROXY",
 }
 
 
@@ -45,7 +57,9 @@ async def examine(
 ) -> AsyncIterator[Finding]:
     """See ``Runner.examine``."""
     async with AsyncExitStack() as stack:
-        api = KubeApi(config, clock, service_account=service_account)
+        api = KubeApi(
+            config, clock, service_account=service_account, request_seconds=REQUEST_SECONDS
+        )
         try:
             await stack.enter_async_context(api)
             version = await api.server_version()
@@ -270,5 +284,14 @@ def _skipped(subject: str, message: str) -> Finding:
 def _failed(subject: str, error: AglError) -> Finding:
     hint = error.hint
     if hint is None and isinstance(error, KubeError):
-        hint = _BY_KIND.get(kind_of(error))
+        hint = _hint_of(error)
     return Finding(subject=subject, status="failed", message=error.message, hint=hint)
+
+
+def _hint_of(error: KubeError) -> str | None:
+    kind = kind_of(error)
+    if kind == "unreachable":
+        for part, hint in _BY_REASON.items():
+            if part in error.reason:
+                return hint
+    return _BY_KIND.get(kind)

@@ -51,7 +51,13 @@ for tool in curl wget python3 python node bash; do
   case "$tool" in
     curl) curl -fsS -m 10 -o /dev/null "$0" ;;
     wget) wget -q -T 10 -O /dev/null "$0" ;;
-    python*) "$tool" -c 'import sys, urllib.request as r; r.urlopen(sys.argv[1], None, 10)' "$0" ;;
+    python*) "$tool" -c '
+import sys, urllib.request
+try:
+    urllib.request.urlopen(sys.argv[1], None, 10)
+except OSError as exc:
+    sys.exit(str(exc))
+' "$0" ;;
     node) node -e 'fetch(process.argv[1]).then(r => process.exit(r.ok ? 0 : 1))' "$0" ;;
     bash) by_bash "$@" ;;
   esac && {{ echo "reached with $tool"; exit 0; }}

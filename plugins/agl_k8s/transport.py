@@ -37,11 +37,15 @@ class Transport:
     Args:
         access: Where to, and as whom.
         clock: Waits where the server is busy.
+        request_seconds: How long a request for one object may take.
     """
 
-    def __init__(self, access: Access, clock: Clock) -> None:
+    def __init__(
+        self, access: Access, clock: Clock, *, request_seconds: float = REQUEST_SECONDS
+    ) -> None:
         self._access = access
         self._clock = clock
+        self._request_seconds = request_seconds
         self._host = access.configuration.host.rstrip("/")
         self._client: ApiClient | None = None
 
@@ -145,7 +149,7 @@ class Transport:
     ) -> dict[str, Any]:
         import aiohttp
 
-        timeout = aiohttp.ClientTimeout(total=REQUEST_SECONDS, sock_connect=CONNECT_SECONDS)
+        timeout = aiohttp.ClientTimeout(total=self._request_seconds, sock_connect=CONNECT_SECONDS)
         with _telling(what, self._host):
             response = await self._open(method, path, query, body, timeout)
             try:

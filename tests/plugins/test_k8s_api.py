@@ -20,7 +20,6 @@ from agl_core.clock import SystemClock
 from agl_core.errors import ConfigError
 from agl_core.testing.clock import FakeClock
 from agl_core.testing.servers import bind_loopback
-from agl_k8s import transport
 from agl_k8s.api import KubeApi
 from agl_k8s.config import K8sConfig
 from agl_k8s.errors import IDLE, KubeError, error_of_answer, kind_of
@@ -119,9 +118,12 @@ def kubeconfig(folder: Path, url: str, *, cluster: dict | None = None, **user: A
     return path
 
 
-def connect(folder: Path, url: str, clock: Any = None, **user: Any) -> KubeApi:
+def connect(
+    folder: Path, url: str, clock: Any = None, *, request_seconds: float = 30.0, **user: Any
+) -> KubeApi:
     path = kubeconfig(folder, url, **({"token": "t0"} | user))
-    return KubeApi(K8sConfig(kubeconfig=str(path)), clock or SystemClock())
+    config = K8sConfig(kubeconfig=str(path))
+    return KubeApi(config, clock or SystemClock(), request_seconds=request_seconds)
 
 
 @pytest.fixture(autouse=True)
@@ -637,13 +639,14 @@ async def test_a_creation_is_never_sent_twice_by_itself(tmp_path: Path):
         assert len(raw_server.requests) == 1
 
 
-async def test_an_answer_that_does_not_come_ends_by_a_limit(tmp_path: Path, monkeypatch):
-    monkeypatch.setattr(transport, "REQUEST_SECONDS", 0.2)
-
+async def test_an_answer_that_does_not_come_ends_by_a_limit(tmp_path: Path):
     async def stay_silent(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.read()
 
-    async with serve_raw(stay_silent) as server, connect(tmp_path, server.url) as api:
+    async with (
+        serve_raw(stay_silent) as server,
+        connect(tmp_path, server.url, request_seconds=0.2) as api,
+    ):
         for call in (api.create("jobs", {}), api.get("jobs", "j"), api.list("jobs")):
             error = await raised(call)
             assert (error.status, error.reason) == (0, IDLE)

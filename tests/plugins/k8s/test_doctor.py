@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import shutil
+import ssl
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ import pytest
 from agl_core.clock import SystemClock
 from agl_core.interfaces import Finding
 from agl_core.testing.contracts.runner import finished
+from agl_k8s import doctor
 from agl_k8s.config import JobLayer, K8sConfig
 from agl_k8s.runner import K8sRunner
 from agl_k8s.testing import FakeCluster, scripts
@@ -39,6 +42,18 @@ def statuses(found: dict[str, Finding]) -> dict[str, str]:
 
 def jobs_asked(fake: FakeCluster) -> list[Any]:
     return [request for request in fake.requests if request.path.endswith("/jobs")]
+
+
+def make_certificate(folder: Path) -> tuple[Path, Path]:
+    """A certificate of 127.0.0.1 that nobody trusts, and its key."""
+    if shutil.which("openssl") is None:
+        pytest.skip("needs the openssl command to make a certificate")
+    certificate, key = folder / "server.crt", folder / "server.key"
+    command = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256"]
+    command += ["-nodes", "-subj", "/CN=server", "-addext", "subjectAltName=IP:127.0.0.1"]
+    command += ["-keyout", str(key), "-out", str(certificate)]
+    subprocess.run(command, check=True, capture_output=True)
+    return certificate, key
 
 
 async def nothing_is_left(cluster: ClusterUnderTest) -> bool:
@@ -303,6 +318,61 @@ async def test_refused_credentials_and_foreign_answers(
     assert "log in anew" in (found["cluster"].hint or "")
     fake.faults.bad_gateway("/version", count=None)
     assert (await look(cluster.config()))["cluster"].status == "failed"
+    fake.faults.clear()
+    fake.faults.answer(200, b"<html>please log in</html>", "/version")
+    found = await look(cluster.config())
+    assert "please log in" in found["cluster"].message
+    assert "something else answers" in (found["cluster"].hint or "")
+
+
+def kubeconfig_of(folder: Path, server: str) -> K8sConfig:
+    """Settings for a server of which only the address is known."""
+    path = folder / "kubeconfig-of-server"
+    path.write_text(f"""\
+current-context: c
+contexts: [{{name: c, context: {{cluster: c, user: u}}}}]
+clusters: [{{name: c, cluster: {{server: "{server}"}}}}]
+users: [{{name: u, user: {{token: a-secret-token}}}}]
+""")
+    return K8sConfig(kubeconfig=str(path), job=JobLayer(image="i"))
+
+
+async def test_certificate_that_we_do_not_trust_is_told_from_wrong_credentials(
+    tmp_path: Path,
+) -> None:
+    tls = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    tls.load_cert_chain(*make_certificate(tmp_path))
+    listener = await asyncio.start_server(lambda _, writer: writer.close(), "127.0.0.1", 0, ssl=tls)
+    async with listener:
+        port = listener.sockets[0].getsockname()[1]
+        found = await look(kubeconfig_of(tmp_path, f"https://127.0.0.1:{port}"))
+    assert found["cluster"].status == "failed"
+    assert "certificate-authority" in (found["cluster"].hint or "")
+    assert "a-secret-token" not in repr(found)
+
+
+async def test_server_without_tls_is_told_from_a_wrong_certificate(
+    cluster: ClusterUnderTest, fake: FakeCluster, tmp_path: Path
+) -> None:
+    server = fake.url.replace("http://", "https://")
+    found = await look(kubeconfig_of(tmp_path, server))
+    assert found["cluster"].status == "failed"
+    assert "no TLS" in (found["cluster"].hint or ""), found
+
+
+async def test_server_that_is_silent_is_not_waited_for_long(
+    cluster: ClusterUnderTest, fake: FakeCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert doctor.REQUEST_SECONDS <= 10
+    monkeypatch.setattr(doctor, "REQUEST_SECONDS", 0.5)
+    fake.faults.black_hole("/version")
+    async with asyncio.timeout(15):
+        found = await look(cluster.config())
+    assert "has been silent for too long" in found["cluster"].message
+    fake.faults.black_hole("accessreviews", count=None)
+    async with asyncio.timeout(15):
+        found = await look(cluster.config(), probe=False)
+    assert (found["cluster"].status, found["rights"].status) == ("ok", "failed")
 
 
 async def test_pod_without_an_image_is_found_before_anything_is_created(
