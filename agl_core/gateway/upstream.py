@@ -10,6 +10,7 @@ a stale pooled connection calls for.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import errno
 import os
 import socket
@@ -47,6 +48,9 @@ __all__ = [
 _OUT_OF_DESCRIPTORS = (errno.EMFILE, errno.ENFILE)
 # Expired connections are looked for at most this often.
 _SWEEP_SECONDS = 0.25
+# A loop that stood still runs its timers first. So many turns later it has made the connections
+# that the system had made meanwhile.
+_LATE_TURNS = 10
 
 
 class UpstreamClient(Protocol):
@@ -227,7 +231,8 @@ class PooledUpstreamClient:
             return UpstreamConnection(self, url.origin, loop, self._high_water_bytes)
 
         # Through it, close() ends a connect that is under way.
-        limit = asyncio.timeout(seconds)
+        limit = asyncio.timeout(None)
+        timer = None if seconds is None else loop.call_later(seconds, _expire, limit, loop)
         try:
             async with limit:
                 self._connecting.add(limit)
@@ -246,6 +251,8 @@ class PooledUpstreamClient:
                 raise _closed() from exc
             self._raise_connect_error(url, exc)
         finally:
+            if timer is not None:
+                timer.cancel()
             self._connecting.discard(limit)
             self._note_if_all_closed()
         if self._is_closed:
@@ -287,6 +294,17 @@ class PooledUpstreamClient:
     def _note_if_all_closed(self) -> None:
         if self._is_closed and not self._connections and not self._connecting:
             self._all_closed.set()
+
+
+def _expire(
+    limit: asyncio.Timeout, loop: asyncio.AbstractEventLoop, turns: int = _LATE_TURNS
+) -> None:
+    """End what a limit is on, unless it is over once the loop has seen what is there already."""
+    if turns:
+        loop.call_soon(_expire, limit, loop, turns - 1)
+        return
+    with contextlib.suppress(RuntimeError):  # it is over
+        limit.reschedule(loop.time())
 
 
 def _closed(phase: Phase = "connect") -> UpstreamError:

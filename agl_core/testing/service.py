@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
@@ -171,6 +172,19 @@ class RunningService:
             body=b"".join(parts),
             is_clean=is_clean,
         )
+
+    async def bare_call(self, rollout_id: str) -> int:
+        """Make a small chat call on a connection of its own; the status.
+
+        Many of these at once cost little, which keeps the agents out of what is measured.
+        """
+        body = json.dumps(chat()).encode()
+        reader, writer = await self.connect()
+        length = f"content-length: {len(body)}"
+        writer.write(self.head(rollout_id, length, "content-type: application/json") + body)
+        head = await reader.readuntil(b"\r\n\r\n")
+        writer.close()
+        return int(head.split(b" ", 2)[1])
 
 
 def chat(**fields: Any) -> dict[str, Any]:

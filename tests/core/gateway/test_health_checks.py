@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import statistics
 import time
 from typing import Any
 
@@ -16,6 +15,7 @@ from agl_core.testing.fake_vllm import (
     saying,
     silent,
 )
+from agl_core.testing.own_time import own_seconds
 from agl_core.testing.raw_http import Exchange
 from agl_core.testing.service import RunningService
 
@@ -197,23 +197,17 @@ async def test_c05_silent_server_delays_its_own_calls_alone(
         await service.rollout(f"r{number}")
     times: list[float] = []
     async with asyncio.timeout(60):
-        calls = [asyncio.create_task(service.call(f"r{number}")) for number in range(100)]
-        # This loop also runs the agents and the model servers: until all calls are on their way,
-        # a slow answer would tell of them.
-        while len(mute.requests) + len(good.requests) < 100:
-            await service.state()
+        calls = [asyncio.create_task(service.bare_call(f"r{number}")) for number in range(100)]
         while not all(call.done() for call in calls):
-            began = time.monotonic()
+            began = own_seconds()
             assert (await service.client.get(f"{service.url}/healthz")).status_code == 200
-            times.append(time.monotonic() - began)
-        statuses = [(await call).status for call in calls]
-        # Nothing waits for the silent server, whose time-outs are 1 and 2 seconds. A machine that
-        # is busy with other things delays an answer now and then.
-        assert statistics.median(times) < 0.2
-        assert max(times) < 0.9
+            times.append(own_seconds() - began)
+        statuses = [call.result() for call in calls]
         assert set(statuses) == {200, 504}
-        # On a busy machine one may run out of time before the silent server has read it.
-        assert len(mute.requests) <= statuses.count(504) <= len(mute.requests) + 3
+        # Nothing waits for the silent server, whose time-outs are 1 and 2 seconds. What other
+        # programs take of the processor does not count.
+        assert max(times) < 0.2
+        assert len(mute.requests) == statuses.count(504)
         assert not await is_healthy(service, mute)
         again = await asyncio.gather(*(service.call(f"r{number}") for number in range(100)))
     assert {called.status for called in again} == {200}

@@ -10,6 +10,7 @@ import struct
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 from collections.abc import Awaitable, Callable
 from contextlib import asynccontextmanager
@@ -1023,6 +1024,53 @@ async def test_reader_that_lags_keeps_memory_bounded():
         # asyncio reads 256 KiB at a time, uvloop as much or less.
         assert high_water < most <= high_water + 256 * 1024
         assert client.idle_connections == 1
+
+
+def answering_in_a_thread(listener, asked, may_answer, answered):
+    """Answer one request from a thread, however long the event loop stands still."""
+    connection, _ = listener.accept()
+    with connection:
+        connection.recv(65536)
+        asked.set()
+        may_answer.wait()
+        connection.sendall(OK)
+        answered.set()
+        connection.recv(1)
+
+
+@on_each_loop
+async def test_c05_answer_that_came_while_the_loop_stood_still_is_in_time():
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        asked, may_answer, answered = threading.Event(), threading.Event(), threading.Event()
+        arguments = (listener, asked, may_answer, answered)
+        thread = threading.Thread(target=answering_in_a_thread, args=arguments)
+        thread.start()
+        url = upstream_url(f"http://127.0.0.1:{listener.getsockname()[1]}", "/")
+        async with PooledUpstreamClient() as client:
+            opening = asyncio.create_task(
+                client.open(UpstreamRequest("GET", url), timeouts=Timeouts(5, 0.2, 0.2))
+            )
+            await asyncio.to_thread(asked.wait)
+            may_answer.set()
+            answered.wait()
+            stand_still_until = time.monotonic() + 0.4
+            while time.monotonic() < stand_still_until:
+                pass
+            async with await opening as answer:
+                assert await answer.read_all() == b"hi"
+        await asyncio.to_thread(thread.join)
+
+
+@on_each_loop
+async def test_c05_connection_made_while_the_loop_stood_still_is_in_time():
+    async with serving(saying(OK)) as server, PooledUpstreamClient() as client:
+        opening = asyncio.create_task(client.open(server.request(), timeouts=Timeouts(0.2, 5, 5)))
+        await turns(1)  # the connection is asked for, and the kernel has made it
+        stand_still_until = time.monotonic() + 0.4
+        while time.monotonic() < stand_still_until:
+            pass
+        async with await opening as answer:
+            assert await answer.read_all() == b"hi"
 
 
 @on_each_loop
