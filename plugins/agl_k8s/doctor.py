@@ -209,12 +209,24 @@ async def _look_at_quota(api: KubeApi, job: Mapping[str, Any], max_active: int) 
         return _failed("quota", exc)
     if not quotas:
         return _ok("quota", "none is set")
-    needs = _needs_of(_pod(job))
+    pod = _pod(job)
+    needs = _needs_of(pod)
+    defaults = await _defaults(api)
     tight: list[str] = []
     for quota in quotas:
+        spec = quota.get("spec") or {}
+        if spec.get("scopes") or spec.get("scopeSelector"):
+            continue  # it may not be about these pods
         status = quota.get("status") or {}
         hard, used = status.get("hard") or {}, status.get("used") or {}
         for resource, limit in hard.items():
+            if _is_unset(pod, resource, defaults):
+                return Finding(
+                    subject="quota",
+                    status="failed",
+                    message=f"{quota['metadata']['name']} refuses pods that do not set {resource}",
+                    hint="set it for each container, in [plugins.k8s.job] resources",
+                )
             need = needs.get(resource)
             if need is None:
                 continue
@@ -238,6 +250,39 @@ async def _look_at_quota(api: KubeApi, job: Mapping[str, Any], max_active: int) 
             hint="the others wait, which counts against no time-out",
         )
     return _ok("quota", f"{max_active} rollouts at once fit")
+
+
+async def _defaults(api: KubeApi) -> set[str] | None:
+    """What the namespace sets for containers that say nothing; None: we may not know."""
+    try:
+        ranges = (await api.list("limitranges")).items
+    except KubeError:
+        return None
+    limits = [limit for found in ranges for limit in (found.get("spec") or {}).get("limits") or ()]
+    found = set()
+    for limit in limits:
+        if limit.get("type") == "Container":
+            found |= {f"limits.{name}" for name in limit.get("default") or ()}
+            # A default limit is the default request where there is no other.
+            for part in ("default", "defaultRequest"):
+                found |= {f"requests.{name}" for name in limit.get(part) or ()}
+    return found
+
+
+def _is_unset(pod: Mapping[str, Any], resource: str, defaults: set[str] | None) -> bool:
+    """Whether a quota for this resource refuses the pod because a container says nothing of it."""
+    part, _, name = resource.rpartition(".")
+    if name not in ("cpu", "memory") or part not in ("", "requests", "limits"):
+        return False
+    part = part or "requests"
+    if defaults is None or f"{part}.{name}" in defaults:
+        return False
+    for container in (*pod["containers"], *pod.get("initContainers", ())):
+        resources = container.get("resources") or {}
+        parts = ("limits",) if part == "limits" else ("requests", "limits")
+        if not any(name in (resources.get(one) or {}) for one in parts):
+            return True
+    return False
 
 
 def _needs_of(pod: Mapping[str, Any]) -> dict[str, Decimal]:

@@ -53,6 +53,15 @@ def test_wrong_key_is_told_from_a_service_that_is_away(agl: Any, serve: Any) -> 
     assert findings(agl, "--url", started.url, "--key", "right")["key"]["status"] == "ok"
 
 
+def test_viewers_key_is_not_enough(agl: Any, serve: Any) -> None:
+    started = serve(
+        environ={"AGL__AUTH__ALGORITHM_KEY": "right", "AGL__AUTH__VIEWER_KEY": "only-looks"}
+    )
+    found = findings(agl, "--url", started.url, "--key", "only-looks")
+    assert found["key"]["status"] == "failed"
+    assert found["model servers"]["status"] == "skipped"
+
+
 def test_model_server_that_would_train_nobody_is_named(agl: Any, serve: Any) -> None:
     started = serve()
     with AglLiteClient(started.url) as client:

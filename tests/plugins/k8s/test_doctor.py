@@ -192,6 +192,7 @@ async def test_what_we_may_not_look_at_is_no_failure(
         ({"requests.memory": "5Gi", "pods": "100"}, "warning", "leaves room for 2"),
         ({"requests.memory": "100Gi", "limits.cpu": "4"}, "ok", "4 rollouts at once fit"),
         ({"configmaps": "0"}, "ok", "fit"),
+        ({"requests.nvidia.com/gpu": "0"}, "ok", "fit"),
     ],
 )
 async def test_quota_is_compared_with_what_rollouts_need(
@@ -206,6 +207,34 @@ async def test_quota_is_compared_with_what_rollouts_need(
     job = JobLayer(image=cluster.image, resources=resources)
     found = await look(cluster.config(job=job), probe=False)
     assert (found["quota"].status, said in found["quota"].message) == (status, True), found
+
+
+@pytest.mark.parametrize("resource", ["limits.cpu", "requests.cpu", "cpu"])
+async def test_quota_for_what_the_pod_does_not_set_refuses_it(
+    cluster: ClusterUnderTest, fake: FakeCluster, resource: str
+) -> None:
+    quota = {"metadata": {"name": "team"}, "spec": {"hard": {resource: "10"}}}
+    fake.store.create("resourcequotas", "default", quota)
+    fake.store.update(
+        "resourcequotas", "default", "team", lambda item: item.update(status=item["spec"])
+    )
+    found = await look(cluster.config(), probe=False)
+    assert (found["quota"].status, f"do not set {resource}" in found["quota"].message) == (
+        "failed",
+        True,
+    )
+    limits = {"limits": [{"type": "Container", "default": {"cpu": "1"}}]}
+    fake.store.create("limitranges", "default", {"metadata": {"name": "usual"}, "spec": limits})
+    assert (await look(cluster.config(), probe=False))["quota"].status == "ok"
+
+
+async def test_quota_of_some_pods_alone_is_not_judged(
+    cluster: ClusterUnderTest, fake: FakeCluster
+) -> None:
+    spec = {"hard": {"pods": "0"}, "scopes": ["BestEffort"]}
+    fake.store.create("resourcequotas", "default", {"metadata": {"name": "q"}, "spec": spec})
+    fake.store.update("resourcequotas", "default", "q", lambda item: item.update(status=spec))
+    assert (await look(cluster.config(), probe=False))["quota"].status == "ok"
 
 
 async def test_node_that_never_comes_is_told_at_the_time_out(
