@@ -316,6 +316,28 @@ def test_values_that_mean_nothing_are_refused(setting: str, said: str) -> None:
     assert said in done.stderr
 
 
+@pytest.mark.parametrize(
+    ("release", "name"), [("7b", "agl-7b"), ("a.b", "a-b"), ("x" * 53, "x" * 40)]
+)
+def test_names_are_ones_that_a_service_may_have(release: str, name: str) -> None:
+    assert one(render(name=release), "Service", name)
+
+
+@pytest.mark.parametrize("name", ["agl", "agl-controller"])
+def test_charts_pods_are_hardened_as_the_plain_ones_are(
+    rendered: list[dict[str, Any]], name: str
+) -> None:
+    plain_name = name.replace("agl", "agl-lite", 1)
+    plain = one(plain_manifests(), "Deployment", plain_name)["spec"]["template"]["spec"]
+    pod = one(rendered, "Deployment", name)["spec"]["template"]["spec"]
+    for part in ("securityContext", "terminationGracePeriodSeconds", "enableServiceLinks"):
+        assert pod[part] == plain[part], part
+    ((container,), (plain_container,)) = pod["containers"], plain["containers"]
+    for part in ("securityContext", "livenessProbe", "args", "resources"):
+        assert container[part] == plain_container[part], part
+    assert container.get("readinessProbe") == plain_container.get("readinessProbe")
+
+
 def test_parts_can_be_switched_off() -> None:
     found = render(
         "--set", "networkPolicy.enabled=false", "--set", "podDisruptionBudget.enabled=false"

@@ -1,5 +1,8 @@
 {{- define "agl.name" -}}
-{{- .Release.Name | replace "." "-" | trunc 40 | trimSuffix "-" -}}
+{{- /* Of a Service too, which may have no dot and, on older clusters, no digit at its start. */ -}}
+{{- $name := .Release.Name | replace "." "-" -}}
+{{- if regexMatch "^[0-9]" $name }}{{ $name = printf "agl-%s" $name }}{{ end -}}
+{{- $name | trunc 40 | trimSuffix "-" -}}
 {{- end -}}
 {{- define "agl.labels" -}}
 app.kubernetes.io/name: agl-lite
