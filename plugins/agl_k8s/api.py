@@ -26,7 +26,7 @@ WATCH_SECONDS = 300.0
 IDLE_SECONDS = 130.0
 
 # An answer of 200 that is no log, of a container whose log file is gone.
-_NO_LOG = b"unable to retrieve container logs for "
+NO_LOG = b"unable to retrieve container logs for "
 
 Propagation = Literal["Background", "Foreground"]
 
@@ -227,7 +227,7 @@ class KubeApi:
             ):
                 return None
             raise
-        if tail.startswith(_NO_LOG):
+        if tail.startswith(NO_LOG):
             return None
         return bytes(tail[max(0, len(tail) - size_bytes) :])
 

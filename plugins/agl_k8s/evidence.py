@@ -13,6 +13,7 @@ from typing import Any, Protocol
 from agl_core.errors import AglError
 from agl_core.records import EventDraft
 from agl_core.redaction import Redaction, end_of_first_word
+from agl_k8s.api import NO_LOG
 from agl_k8s.pod_view import AGENT
 from agl_k8s.verdict import event_time
 
@@ -27,7 +28,6 @@ MAX_MESSAGE_CHARACTERS = 1000
 
 # Ends that others bring about: a sidecar has them whenever its pod ends.
 _SIGNALLED = frozenset({0, 137, 143})
-_NO_LOG = b"unable to retrieve container logs for "
 
 
 class Listing(Protocol):
@@ -108,7 +108,7 @@ async def _read_log(
     except Exception as exc:
         data["problem"] = redact.text(f"the log could not be read: {exc}")
         _complain("a log could not be read", pod, exc)
-    if raw is not None and raw.startswith(_NO_LOG):
+    if raw is not None and raw.startswith(NO_LOG):
         raw = None
     if raw:
         start = max(0, len(raw) - tail_bytes)

@@ -12,7 +12,7 @@ from agl_core.clock import Clock
 from agl_core.errors import Invalid, NotFound, Unavailable
 from agl_core.redaction import RedactedStream
 from agl_core.work_list import backoff
-from agl_k8s.api import KubeApi
+from agl_k8s.api import NO_LOG, KubeApi
 from agl_k8s.errors import IDLE, KubeError, kind_of
 from agl_k8s.names import ROLLOUT_LABEL, label_value
 from agl_k8s.pod_view import AGENT, FINAL_PHASES
@@ -22,8 +22,6 @@ log = logging.getLogger(__name__)
 START_SECONDS = 1.0
 # A silence as long may also be a connection that is dead: it is asked for anew.
 QUIET_SECONDS = 60.0
-# An answer of 200 that is no log, of a container whose log file is gone.
-_NO_LOG = b"unable to retrieve container logs for "
 
 
 async def read_log(
@@ -107,7 +105,7 @@ class _Reader:
                 is_first = True
                 async with aclosing(stream) as pieces:
                     async for piece in pieces:
-                        if is_first and piece.startswith(_NO_LOG):
+                        if is_first and piece.startswith(NO_LOG):
                             raise NotFound(
                                 f"the node no longer has the log of container {self._container!r}"
                             )
